@@ -1,0 +1,83 @@
+"""The grids codes live on, and rounding onto them: always to nearest, ties to the even code.
+
+E2M1 (FP4)  0 0.5 1 1.5 2 3 4 6 and negatives. A code is sign<<3 | index into that list.
+            Ties:  0.25 -> 0   0.75 -> 1   1.25 -> 1   1.75 -> 2   2.5 -> 2   3.5 -> 4   5 -> 4
+E4M3 (FP8)  1-4-3 bits, bias 7, largest 448, no infinity: subnormals are multiples of 2^-9.
+E8M0        a power of two 2^(code-127), code 0..254; 255 is NaN and never written.
+INT4, INT8  integers, two's complement.
+
+Every rounding here saturates. -0 and values that round to zero become +0 (code 0): which libraries keep the
+sign differs, and a decoded tensor cannot tell.
+
+What would break it: rounding E2M1 with ``torch.round`` on a rescaled value (the step changes at 2 and 4), or
+a compiler that fuses the caller's multiply into the addition below (FMA rounds once where two roundings are
+the contract).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_MIN_NORMAL = 2.0**-6
+E4M3_TINY = 2.0**-9
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_EXPONENT_BITS = 0x7F800000
+# 1.5 * 2^22 * p has a last bit worth p / 2: adding it rounds at E2M1's step in the binade of p.
+_ROUNDER = 1.5 * 2.0**22
+
+
+def round_e2m1(x: Tensor) -> Tensor:
+    """fp32 -> the nearest E2M1 value, as fp32; ties to even, saturating at +-6, never -0."""
+    x = x.clamp(-E2M1_MAX, E2M1_MAX)
+    # Below 1 the step stays 0.5 (subnormal codes), hence the floor on the power of two.
+    power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=1.0)
+    return torch.add(x, power, alpha=_ROUNDER).sub_(power, alpha=_ROUNDER)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """fp32 -> ``float8_e4m3fn``, ties to even, saturating at +-448."""
+    # Casting 465 gave NaN before torch 2.12 and gives 448 since: never let it decide.
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def from_e4m3(codes: Tensor) -> Tensor:
+    """``float8_e4m3fn``, or its uint8 bits, -> fp32, exactly."""
+    return _lookup(_e4m3_table, codes.view(torch.uint8))
+
+
+def from_int8(codes: Tensor) -> Tensor:
+    """uint8 holding two's complement int8 -> fp32, exactly."""
+    return codes.view(torch.int8).float()
+
+
+def _e4m3_table() -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def _e2m1_pair_table() -> Tensor:
+    """Both E2M1 values of each byte, low nibble first, as the bits of one int64."""
+    signed = torch.tensor(E2M1_VALUES + tuple(0.0 - v for v in E2M1_VALUES))
+    byte = torch.arange(256)
+    return torch.stack([signed[byte & 15], signed[byte >> 4]], -1).view(torch.int64).view(-1)
+
+
+_TABLES: dict[tuple[str, torch.device], Tensor] = {}
+
+
+def _lookup(make, codes: Tensor) -> Tensor:
+    """``make()[codes]`` with the table kept per device; index_select is the fastest gather on CPU."""
+    key = (make.__name__, codes.device)
+    if key not in _TABLES:
+        _TABLES[key] = make().to(codes.device)
+    return _TABLES[key].index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def from_e2m1_bytes(packed: Tensor) -> Tensor:
+    """uint8 (..., K/2) of two E2M1 codes, low nibble the even column -> fp32 (..., K), exactly."""
+    pairs = _lookup(_e2m1_pair_table, packed)
+    return pairs.view(torch.float32)
