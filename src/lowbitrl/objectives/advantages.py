@@ -40,7 +40,8 @@ def group_advantages(
     rewards: (B,), any real dtype. Groups: `group_ids` (B,) integers in any order, or `group_size` consecutive
     responses a group; give exactly one.
     scale: "std" divides by (sample standard deviation + eps) (GRPO, Shao et al. 2024, with verl's n - 1),
-    "none" does not (Dr.GRPO). baseline: "mean" of the group, or "leave-one-out", the mean of the others (RLOO).
+    "none" does not (Dr.GRPO). baseline: "mean" of the group, or "leave-one-out", the mean of the others
+    (RLOO, Ahmadian et al. 2024).
     Raises ValueError for rewards that are not (B,) or not finite, or groups that do not fit them.
     """
     rewards = _checked(rewards, scale, baseline)

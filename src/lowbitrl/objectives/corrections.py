@@ -11,13 +11,13 @@ whether it still counts in the denominator is `count_rejected` of `policy_loss`,
     rejection       1             floor <= w <= cap       geometric, token, sequence  no
     sequence-error  1             mean_t e^|d_t| <= cap   -                           no
 
-Sources. tis: Yao et al. 2025 (FlashRL), cap 2. mis: Liu et al. 2025, importance weights masked out of bounds; the
-expectation stays over all samples, hence "yes". icepop: Ling team 2025, a two-sided token mask, bounds 0.5 and 5.
+tis: Yao et al. 2025 (FlashRL), cap 2. mis: Liu et al. 2025, weights masked out of bounds; the expectation
+stays over all samples, hence "yes". icepop: Ling team 2025, a two-sided token mask, bounds 0.5 and 5.
 rejection: the sequence masks of verl's rollout correction, which edits the response mask, hence "no".
 sequence-error: NeMo-RL's sequence log-probability error mask. The bounds of the last two are ours.
 
-Adaptive importance sampling (AIS, arXiv 2605.13907) is absent: its published summary names three diagnostics and
-a mixing coefficient, but no formula for any of them, and we will not guess one under its name.
+Adaptive importance sampling (AIS, arXiv 2605.13907) is absent: its abstract names three diagnostics and a
+mixing coefficient without a formula for any of them, and a guess should not carry its name.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,9 @@ def mismatch_ratio(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, level: s
     return bounded_exp(at_level(log_ratio_BT, mask_BT, level)).expand_as(mask_BT)
 
 
-def tis(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, level: str = "token", cap: float = 2.0) -> Correction:
+def tis(
+    old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, level: str = "token", cap: float = 2.0
+) -> Correction:
     """Truncated importance sampling: weight min(w, cap); `cap=inf` is the plain weight of decoupled PPO."""
     ratio_BT = mismatch_ratio(old_BT, rollout_BT, mask_BT, level)
     return Correction(ratio_BT.clamp(max=cap), torch.ones_like(mask_BT))
@@ -67,7 +69,9 @@ def mis(
     return Correction(ratio_BT, (ratio_BT >= floor) & (ratio_BT <= cap))
 
 
-def icepop(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, cap: float = 5.0, floor: float = 0.5) -> Correction:
+def icepop(
+    old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, cap: float = 5.0, floor: float = 0.5
+) -> Correction:
     """IcePop: token weight w where floor <= w <= cap, token rejected elsewhere."""
     return mis(old_BT, rollout_BT, mask_BT, level="token", cap=cap, floor=floor)
 
@@ -87,9 +91,10 @@ def rejection(
 
 
 def sequence_error(old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, *, cap: float = 2.0) -> Correction:
-    """Keep responses whose mean multiplicative error mean_t exp(|old - rollout|) is at most `cap`, weight 1."""
+    """Keep responses whose mean multiplicative error, mean_t exp(|old - rollout|), is at most `cap`."""
     error_BT = bounded_exp(log_ratio_of(old_BT.detach(), rollout_BT.detach(), mask_BT).abs())
-    mean_B1 = zero_outside(error_BT, mask_BT).sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    lengths_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    mean_B1 = zero_outside(error_BT, mask_BT).sum(-1, keepdim=True) / lengths_B1
     return Correction(torch.ones_like(error_BT), (mean_B1 <= cap).expand_as(mask_BT))
 
 
@@ -101,7 +106,7 @@ CORRECTIONS = {
     "sequence-error": sequence_error,
 }
 REWEIGHTS = ("tis", "mis", "icepop")
-COUNTS_REJECTED = {"none": True, "tis": True, "mis": True, "icepop": True, "rejection": False, "sequence-error": False}
+LEAVE_DENOMINATOR = ("rejection", "sequence-error")
 
 
 def correct(
@@ -119,10 +124,11 @@ def correct(
     Raises ValueError for an unknown name, an option that the correction does not have, or missing
     `rollout_logprobs`.
     """
-    options = {key: value for key, value in (("level", level), ("cap", cap), ("floor", floor)) if value is not None}
+    given = {"level": level, "cap": cap, "floor": floor}
+    options = {key: value for key, value in given.items() if value is not None}
     if name == "none":
-        if "cap" in options or "floor" in options:
-            raise ValueError(f"correction='none' reads no cap or floor; choose one of {', '.join(CORRECTIONS)}")
+        if cap is not None or floor is not None:
+            raise ValueError(f"correction='none' reads no cap or floor; there are {', '.join(CORRECTIONS)}")
         return no_correction(mask, old_logprobs.dtype)
     correction = find("correction", name, CORRECTIONS)
     if rollout_logprobs is None:

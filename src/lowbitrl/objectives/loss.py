@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbitrl.objectives.aggregate import aggregate_loss, denominator_of
-from lowbitrl.objectives.corrections import COUNTS_REJECTED, REWEIGHTS, Correction, correct
+from lowbitrl.objectives.corrections import LEAVE_DENOMINATOR, REWEIGHTS, Correction, correct
 from lowbitrl.objectives.metrics import Metrics, clip_metrics, weight_metrics
 from lowbitrl.objectives.penalties import kl_estimate
 from lowbitrl.objectives.ratios import at_level, bounded_exp, log_ratio_of, masked_mean, zero_outside
@@ -24,7 +24,7 @@ class PolicyLoss:
     metrics: Metrics
     """0-d tensors without gradient: `actor/*` and `rollout_corr/*`. Means over this micro-batch."""
     per_token: Tensor
-    """(B, T), weights and penalties in it, 0 outside the mask; not divided, rejected tokens not yet removed."""
+    """(B, T), weights and penalties in it, 0 outside the mask; undivided, rejected tokens still in it."""
     weights: Tensor
     """(B, T) importance weights, already in `per_token`; no gradient."""
     keep: Tensor
@@ -56,25 +56,27 @@ def policy_loss(
 ) -> PolicyLoss:
     """The loss of one micro-batch under the objective `name`.
 
-        loss = sum over mask & keep of (weight * surrogate + kl_coef * KL - entropy_coef * entropy) / denominator
+        loss = sum_{mask & keep} (weight surrogate + kl_coef KL - entropy_coef entropy) / denominator
 
-    logprobs, old_logprobs, rollout_logprobs, ref_logprobs, entropy: (B, T) fp32 (fp64 for tests), log-probabilities
-    in nats of the sampled tokens under the learner now, the learner when it sampled, the engine, a reference;
-    only logprobs and entropy get a gradient. advantages: (B,). mask: (B, T), nonzero where a token is the
-    response's; elsewhere every tensor may hold anything, NaN and inf included, and the gradient is exactly 0.
+    logprobs, old_logprobs, rollout_logprobs, ref_logprobs, entropy: (B, T) fp32 (fp64 for tests);
+    log-probabilities in nats of the sampled tokens under the learner now, the learner when it sampled, the
+    engine, a reference; only logprobs and entropy get a gradient. advantages: (B,). mask: (B, T), nonzero
+    where a token is the response's; elsewhere every tensor may hold anything, NaN and inf included, and the
+    gradient is exactly 0.
 
-    aggregate, max_tokens: see `aggregate`; None is the objective's own. denominator: the whole batch's, for
-    micro-batches and ranks (`batch_denominator`, summed over them; where ranks' gradients are averaged, divide
-    it by their number). correction, level, cap, floor: see `corrections`; None is the correction's own default.
+    aggregate, max_tokens: see `aggregate`; None is the objective's own.
+    denominator: the whole batch's, for micro-batches and ranks (`batch_denominator`, summed over them; where
+    ranks' gradients are averaged, divide it by their number).
+    correction, level, cap, floor: see `corrections`; None is the correction's own default.
     count_rejected: whether rejected tokens still count in the denominator; None is the correction's own.
     parameters: the objective's, see `get_objective(name).parameters`.
 
-    `rollout_logprobs` may be None where nothing reads it; "tbpo" reads it unless tis_cap=None, and carries its
-    weight itself, so "tis", "mis" and "icepop" need tis_cap=None there.
-    Raises ValueError for an unknown name, parameter or option (naming the nearest), tensors whose shape or dtype
-    is not the above, or a tensor that is missing for what was asked.
+    `rollout_logprobs` may be None where nothing reads it. "tbpo" reads it unless tis_cap=None, and carries
+    its weight itself, so "tis", "mis" and "icepop" need tis_cap=None there.
+    Raises ValueError for an unknown name, parameter or option (naming the nearest), tensors whose shape or
+    dtype is not the above, or a tensor that is missing for what was asked.
 
-    Example: policy_loss("gspo", ..., correction="mis", level="geometric", cap=1.05, clip_high=1e-3).loss.backward()
+    Example: policy_loss("gspo", ..., correction="mis", level="geometric", cap=1.05).loss.backward()
     """
     objective = get_objective(name)
     surrogate_parameters, mismatch_parameters = objective.split(parameters)
@@ -90,15 +92,18 @@ def policy_loss(
     _check_penalties(kl_coef, ref_logprobs, entropy_coef, entropy)
     mask = mask.bool()
     options = {"correction": correction, "level": level, "cap": cap, "floor": floor}
-    weights, keep = _correction_of(objective, mismatch_parameters, old_logprobs, rollout_logprobs, mask, options)
+    weights, keep = _correction_of(
+        objective, mismatch_parameters, old_logprobs, rollout_logprobs, mask, options
+    )
 
     new_BT, old_BT = zero_outside(logprobs, mask), zero_outside(old_logprobs.detach(), mask)
-    advantages_B1 = advantages.detach().to(logprobs.dtype).unsqueeze(-1)
+    # A response without tokens has no advantage: a NaN there would reach the gradient as 0 * NaN.
+    advantages_B1 = zero_outside(advantages.detach().to(logprobs.dtype), mask.any(-1)).unsqueeze(-1)
     surrogate = objective.surrogate(new_BT, old_BT, advantages_B1, mask, **surrogate_parameters)
     surrogate = surrogate if isinstance(surrogate, Surrogate) else Surrogate(surrogate)
     per_token = zero_outside(weights * surrogate.loss, mask)
     metrics = _ratio_metrics(new_BT, old_BT, mask) | clip_metrics(surrogate, advantages_B1, mask)
-    if correction != "none" or any(mismatch_parameters.values()):
+    if correction != "none" or objective.mismatch is not None:
         metrics |= weight_metrics(weights, keep, mask)
     metrics["actor/pg_loss_mean"] = masked_mean(per_token.detach(), mask & keep)
 
@@ -143,12 +148,10 @@ def batch_denominator(
     mask, mode = mask.bool(), aggregate or get_objective(name).aggregate
     keep = torch.ones_like(mask)
     if not _counts_rejected(correction, count_rejected):
-        if old_logprobs is None or rollout_logprobs is None:
-            raise ValueError(f"correction={correction!r} rejects by old_logprobs and rollout_logprobs; pass both")
-        options = {"level": level, "cap": cap, "floor": floor}
-        keep = correct(
-            correction, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask, **options
-        ).keep
+        if old_logprobs is None:
+            raise ValueError(f"correction={correction!r} rejects by old_logprobs, which is None")
+        sides = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs}
+        keep = correct(correction, **sides, mask=mask, level=level, cap=cap, floor=floor).keep
     return denominator_of(_counted(mask, keep, correction, count_rejected), mode, max_tokens=max_tokens)
 
 
@@ -169,19 +172,17 @@ def _correction_of(
         mask=mask,
         **{key: value for key, value in options.items() if key != "correction"},
     )
-    if objective.mismatch is None or not any(parameters.values()):
+    own = objective.mismatch and objective.mismatch(old_logprobs, rollout_logprobs, mask, **parameters)
+    if own is None:
         return Correction(weights, keep)
-    off = ", ".join(f"{key}=None" for key in parameters)
     if chosen in REWEIGHTS:
+        off = ", ".join(f"{key}=None" for key in parameters)
         raise ValueError(f"{objective.name!r} already weighs by the mismatch; {off} hands that to {chosen!r}")
-    if rollout_logprobs is None:
-        raise ValueError(f"{objective.name!r} weighs by old_logprobs - rollout_logprobs; pass rollout_logprobs or {off}")
-    own = objective.mismatch(old_logprobs, rollout_logprobs, mask, **parameters)
-    return Correction(weights, keep) if own is None else Correction(weights * own.weights, keep & own.keep)
+    return Correction(weights * own.weights, keep & own.keep)
 
 
 def _counts_rejected(correction: str, count_rejected: bool | None) -> bool:
-    return COUNTS_REJECTED.get(correction, True) if count_rejected is None else count_rejected
+    return correction not in LEAVE_DENOMINATOR if count_rejected is None else count_rejected
 
 
 def _counted(mask: Tensor, keep: Tensor, correction: str, count_rejected: bool | None) -> Tensor:
@@ -200,7 +201,7 @@ def _ratio_metrics(new_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> Metrics:
 
 
 def _check_tensors(*, advantages: Tensor, mask: Tensor, logprobs: Tensor, **others: Tensor | None) -> None:
-    """Wrong shapes broadcast into a plausible number and half precision into a wrong one, so both are errors."""
+    """Wrong shapes broadcast to a plausible number and half precision rounds to a wrong one: both raise."""
     if logprobs.dim() != 2 or advantages.shape != logprobs.shape[:1]:
         shapes = f"{tuple(logprobs.shape)} and {tuple(advantages.shape)}"
         raise ValueError(f"logprobs and advantages must have shapes (B, T) and (B,), got {shapes}")

@@ -1,8 +1,8 @@
 """What to watch, as 0-d fp32 tensors without gradient, under verl's names where verl has one.
 
 `mismatch_metrics` compares the learner with the engine before any update; `weight_metrics` says what a
-correction did about it; `clip_metrics` what the surrogate's bound did; `error_token_metrics` counts the garbage
-that low-bit sampling leaves in responses (QaRL section 3.2). An empty mask gives zeros, never NaN.
+correction did about it; `clip_metrics` what the surrogate's bound did; `error_token_metrics` counts the
+garbage that low-bit sampling leaves in responses (QaRL section 3.2). An empty mask gives zeros, never NaN.
 """
 
 import math
@@ -107,8 +107,8 @@ def _lowest(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def clip_metrics(surrogate: Surrogate, advantages_B1: Tensor, mask_BT: Tensor) -> Metrics:
     """Where the bound acted: share of tokens, of tokens by sign of A, and of responses by sign of A.
 
-    A response is outside the band when the bound acts on all of its tokens: for a sequence-level ratio that is
-    the band itself, for a token-level one it is rare.
+    A response is outside the band when the bound acts on all of its tokens: for a sequence-level ratio that
+    is the band itself, for a token-level one it is rare.
     """
     if surrogate.clipped is None:
         return {}
@@ -160,7 +160,8 @@ def repetition(tokens: Tensor, mask: Tensor, *, ngram: int = 8) -> Tensor:
     """
     if ngram < 1:
         raise ValueError(f"ngram={ngram} must be at least 1")
-    shares = [_repeated_share(row[valid].tolist(), ngram) for row, valid in zip(tokens, mask.bool(), strict=True)]
+    rows = zip(tokens, mask.bool(), strict=True)
+    shares = [_repeated_share(row[valid].tolist(), ngram) for row, valid in rows]
     return torch.tensor(shares, dtype=torch.float32, device=tokens.device)
 
 

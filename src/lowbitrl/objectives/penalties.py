@@ -9,7 +9,7 @@ KL_KINDS = ("k1", "k2", "k3")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: str = "k3") -> Tensor:
-    """Per-token estimate of KL(policy || reference) on the policy's own samples, nats, (B, T); 0 outside the mask.
+    """Per-token estimate of KL(policy || reference) on the policy's own samples, nats, (B, T); 0 off the mask.
 
     With d = logprobs - ref_logprobs (Schulman 2020, "Approximating KL Divergence"):
     k1 = d, unbiased and signed; k2 = d^2 / 2; k3 = exp(-d) + d - 1, unbiased and never negative (GRPO eq. 4).

@@ -1,4 +1,4 @@
-"""The objectives by name: a surrogate, the aggregate its paper uses, and its own mismatch weight if it has one."""
+"""The objectives by name: a surrogate, the average its paper takes, and its own mismatch weight if any."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ class Objective:
 
     name: str
     surrogate: SurrogateFunction
-    """(logprobs_BT, old_logprobs_BT, advantages_B1, mask_BT, *, parameters) -> Surrogate or the loss alone."""
+    """(logprobs_BT, old_logprobs_BT, advantages_B1, mask_BT, *, parameters) -> Surrogate, or its loss."""
     aggregate: str
     """How its paper averages; a name of `aggregate.AGGREGATES`."""
     mismatch: Callable[..., Correction | None] | None = None
-    """(old_logprobs_BT, rollout_logprobs_BT, mask_BT, *, parameters) -> the weight that belongs to the paper."""
+    """(old_logprobs_BT, rollout_logprobs_BT or None, mask_BT, *, parameters) -> the paper's own weight."""
 
     @property
     def parameters(self) -> dict[str, Any]:

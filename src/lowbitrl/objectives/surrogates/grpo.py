@@ -18,7 +18,7 @@ def grpo(
 ) -> Surrogate:
     """r_t = exp(logprobs - old_logprobs); maximize min(r_t A, clip(r_t, 1-clip_low, 1+clip_high) A).
 
-    QUADS eq. 1 with the asymmetric pair of its section 4.1 (0.27 above, 0.2 below) as default. `dual_clip` = c
-    bounds r_t above by c where A < 0 (Ye et al. 2020, eq. 5; the "dual-clip GRPO" of QaRL's figure 8).
+    QUADS eq. 1, by default with the asymmetric pair of its section 4.1 (0.27 above, 0.2 below).
+    `dual_clip` = c bounds r_t above by c where A < 0 (Ye et al. 2020; QaRL's "dual-clip GRPO").
     """
     return ppo_clip(bounded_exp(logprobs_BT - old_logprobs_BT), advantages_B1, clip_low, clip_high, dual_clip)

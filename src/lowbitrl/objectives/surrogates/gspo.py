@@ -17,11 +17,11 @@ def gspo(
     dual_clip: float | None = None,
     token_gradient: bool = False,
 ) -> Surrogate:
-    """s = exp(mean_t(logprobs - old_logprobs)); maximize min(s A, clip(s, 1-clip_low, 1+clip_high) A) (eq. 5, 7).
+    """s = exp(mean_t(logprobs - old_logprobs)); maximize min(s A, clip(s, 1-clip_low, 1+clip_high) A).
 
-    Bounds from the paper's section 5.1. `token_gradient` is GSPO-token (eq. 13, 14): s_t = sg[s] pi_t / sg[pi_t],
-    the same value, with each token's gradient through its own probability. Both have the same gradient here,
-    where a response has one advantage, until a correction weighs or rejects single tokens.
+    Eq. 5 and 7, with the bounds of the paper's section 5.1. `token_gradient` is GSPO-token (eq. 13, 14):
+    s_t = sg[s] pi_t / sg[pi_t], the same value, each token's gradient through its own probability. A response
+    has one advantage here, so both have one gradient until a correction weighs or rejects single tokens.
     `dual_clip` adds TBPO's upper bound for A < 0 as a baseline; the paper has none.
     """
     log_ratio_BT = logprobs_BT - old_logprobs_BT

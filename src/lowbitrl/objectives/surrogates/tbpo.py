@@ -40,14 +40,21 @@ def tbpo(
 
 
 def tbpo_mismatch(
-    old_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, mask_BT: Tensor, *, tis_cap: float | None = 2.0
+    old_logprobs_BT: Tensor,
+    rollout_logprobs_BT: Tensor | None,
+    mask_BT: Tensor,
+    *,
+    tis_cap: float | None = 2.0,
 ) -> Correction | None:
-    """w~ = min(exp(mean_t(old_logprobs - rollout_logprobs)), tis_cap), no gradient; None where tis_cap is None.
+    """w~ = min(exp(mean_t(old_logprobs - rollout_logprobs)), tis_cap), no gradient; None for tis_cap=None.
 
     The paper asks for a cap above 1 without naming it; 2.0 is the usual cap of truncated importance sampling.
+    Raises ValueError for a cap of 1 or less, or without `rollout_logprobs_BT`.
     """
     if tis_cap is None:
         return None
     if tis_cap <= 1:
         raise ValueError(f"tis_cap={tis_cap} is not above 1; None turns the mismatch weight off")
+    if rollout_logprobs_BT is None:
+        raise ValueError("'tbpo' weighs by old_logprobs - rollout_logprobs; pass the latter, or tis_cap=None")
     return tis(old_logprobs_BT, rollout_logprobs_BT, mask_BT, level="geometric", cap=tis_cap)
