@@ -14,12 +14,17 @@ def width(fmt) -> int:
     return 2 * (fmt.group or 16)
 
 
+def one_d(name):
+    """Leading dimensions of a vector, which every format takes but those with 128 x 128 tiles."""
+    return [] if name.startswith("fp8-block") else [()]
+
+
 @pytest.mark.parametrize("name", known_formats())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fake_quantize_is_decode_of_encode(name, dtype):
     fmt = get_format(name)
     k = width(fmt)
-    for lead in [(), (1,), (7,), (2, 3), (2, 1, 3), (0,)]:
+    for lead in [*one_d(name), (1,), (7,), (2, 3), (2, 1, 3), (0,)]:
         x = torch.randn(*lead, k).to(dtype)
         if len(lead) > 0 and lead[0] > 0:
             x[0] = 0

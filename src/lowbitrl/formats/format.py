@@ -89,6 +89,8 @@ class Format(ABC):
     name: str
     bits: int
     group: int | None = None
+    multiple: int = 1
+    """What the last dimension must be a multiple of."""
     is_batch_invariant: bool = False
     scale_bits: float = 0.0
     """Bits of block scale per element (row and tensor scales vanish in long rows and are not counted)."""
@@ -131,10 +133,10 @@ class Format(ABC):
         where = f"{name}: " if name else ""
         if not size:
             raise ValueError(f"{where}a 0-dimensional tensor has no last dimension to quantize along")
-        if self.group and size[-1] % self.group:
+        if size[-1] % self.multiple:
             raise ValueError(
-                f"{where}in_features={size[-1]} is not a multiple of {self.group}, the block of {self.name}; "
-                "keep it in BF16 by excluding it in the recipe"
+                f"{where}in_features={size[-1]} is not a multiple of {self.multiple}, the block of "
+                f"{self.name}; keep it in BF16 by excluding it in the recipe"
             )
 
     @abstractmethod
@@ -228,6 +230,7 @@ def _check_finite(x: Tensor, name: str, format: str) -> None:
 
 
 _FORMATS: dict[str, Format] = {}
+_ALIASES: dict[str, str] = {}
 
 
 def register(*formats: Format) -> None:
@@ -238,17 +241,23 @@ def register(*formats: Format) -> None:
         _FORMATS[format.name] = format
 
 
+def alias(name: str, target: str) -> None:
+    """Let ``get_format(name)`` return the format called ``target``."""
+    _ALIASES[name] = target
+
+
 def get_format(name: str) -> Format:
     """The format of that name ("nvfp4", "fp8-token", "int4-g128:compressed-tensors", ...).
 
     Raises ValueError naming the nearest known names for one it does not know.
     """
-    if name in _FORMATS:
-        return _FORMATS[name]
-    near = difflib.get_close_matches(name, _FORMATS, n=4, cutoff=0.4) or sorted(_FORMATS)
+    found = _FORMATS.get(_ALIASES.get(name, name))
+    if found is not None:
+        return found
+    near = difflib.get_close_matches(name, [*_FORMATS, *_ALIASES], n=4, cutoff=0.4) or sorted(_FORMATS)
     raise ValueError(f"unknown format {name!r}; nearest known: {', '.join(near)}")
 
 
 def known_formats() -> list[str]:
-    """Every name ``get_format`` accepts, sorted."""
+    """Every format's own name, sorted; ``get_format`` takes some second names besides."""
     return sorted(_FORMATS)

@@ -1,40 +1,44 @@
-"""FP8 E4M3: one byte a code, fp32 decode scales.
+"""FP8 E4M3: one byte a code, fp32 decode scales. value = code * scale.
 
-    fp8-channel, fp8-token   scale = max(amax_row / 448, 1 / (448 * 512));  code = e4m3(x / scale)
-    fp8-tensor               scale = max(amax / 448, 1 / (448 * 512));      code = e4m3(x / scale)
-    value = code * scale
+    amax over      formats                      scale                                code
+    a row          fp8-channel, fp8-token       max(amax / 448, 1 / (448 * 512))     e4m3(x / scale)
+    a tensor       fp8-tensor                   max(amax / 448, 1 / (448 * 512))     e4m3(x / scale)
+    1 x 128        fp8-1x128                    max(amax, 1e-10) / 448               e4m3(x * (1 / scale))
+    128 x 128      fp8-block                    max(amax, 1e-4) / 448                e4m3(x * (1 / scale))
 
-Ties: to even. Zero rows: the floor's scale, codes 0. Rows quieter than 1/512 are coded coarsely,
-by that floor.
+Ties: to even. Zero rows, blocks and tensors: the floor's scale, codes 0. Rows quieter than the floor are
+coded coarsely by it.
 
-``fp8-token`` and ``fp8-channel`` match vLLM 0.33.0's CUDA per-token kernel and its online per-channel weights
-byte for byte. What would break it: x * (1 / scale) for x / scale (4e-4 of the codes), amax / 448 in BF16
-(80-100% of the scales).
+Matched byte for byte:
+    fp8-token, fp8-channel     vLLM 0.33.0 CUDA dynamic per token, and its online per-channel weights
+    fp8-1x128                  vLLM 0.33.0 CUDA per-token-group; :deepgemm has DeepGEMM 54e22612's 1e-4 floor
+    fp8-block                  DeepGEMM 54e22612 and vLLM's online block weights
+    :ue8m0                     DeepGEMM's scales rounded up to powers of two, by exponent bits
+    fp8-tensor:vllm            vLLM's CUDA per tensor, static or dynamic: no floor, x * (1 / scale)
+    :vllm-native               vLLM's torch.compile and CPU path: x * (1 / scale) per token and tensor
+    :compressed-tensors, :torchao, :modelopt   versions 0.20.1, 0.18.0, 0.47.0: amax / 448 in the INPUT dtype
 
-Scale: fp32, (..., 1) per row, () per tensor. No global scale. A static ``amax`` replaces the dynamic one.
+What would break it: x * (1 / scale) for x / scale (4e-4 of the codes), amax / 448 in BF16 (80-100% of the
+scales, 2-3% of the codes), exp2(ceil(log2(scale))) for UE8M0 (wrong one ulp above a power of two).
+
+Scale: fp32; (..., 1) per row, () per tensor, (..., K/128), (..., ceil(N/128), K/128).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .format import Format, QuantizedTensor, absmax, map_rows, register, row_absmax
-from .grids import E4M3_MAX, from_e4m3, to_e4m3
+from .blocked import Blocked, Rule, block_absmax
+from .format import QuantizedTensor, alias, register
+from .grids import E4M3, E4M3_MAX
 
+TILE = 128
 # vLLM's floor on dynamic per-token scales: a row this quiet would only amplify noise.
 TOKEN_FLOOR = 1.0 / (E4M3_MAX * 512.0)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """scale_of(amax) -> decode scale; scaled(x, scale) -> x in units of its scale, before rounding."""
-
-    scale_of: Callable[[Tensor], Tensor]
-    scaled: Callable[[Tensor, Tensor], Tensor]
+# What each engine divides by when a group is all zero.
+DEEPGEMM_FLOOR, VLLM_GROUP_FLOOR = 1e-4, 1e-10
 
 
 def token_scale(amax: Tensor) -> Tensor:
@@ -42,42 +46,140 @@ def token_scale(amax: Tensor) -> Tensor:
     return (amax / E4M3_MAX).clamp_(min=TOKEN_FLOOR)
 
 
-class Fp8Rows(Format):
-    """FP8 with one scale a row ("row") or one a tensor ("tensor")."""
+def plain_scale(amax: Tensor) -> Tensor:
+    """amax / 448, 0 for a zero tensor."""
+    return amax / E4M3_MAX
 
-    bits = 8
 
-    def __init__(self, name: str, rule: Rule, per: str = "row"):
-        self.name, self.rule, self.per = name, rule, per
-        self.is_batch_invariant = per == "row"
+def deepgemm_scale(amax: Tensor) -> Tensor:
+    """max(amax, 1e-4) / 448."""
+    return amax.clamp(min=DEEPGEMM_FLOOR) / E4M3_MAX
+
+
+def vllm_group_scale(amax: Tensor) -> Tensor:
+    """max(amax, 1e-10) / 448."""
+    return amax.clamp(min=VLLM_GROUP_FLOOR) / E4M3_MAX
+
+
+def round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """The least power of two >= a positive normal fp32 scale, by bits: fp32 log2 misses by one ulp."""
+    bits = scale.contiguous().view(torch.int32)
+    # Any mantissa bit carries into the exponent, then the mantissa goes.
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def multiply(x: Tensor, scale: Tensor) -> Tensor:
+    """x * (1 / scale); codes of a zero scale are 0."""
+    return x * scale.reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
+
+
+def divide_unless_zero(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale; codes of a zero scale are 0 (the libraries that have no floor write NaN there)."""
+    return x / torch.where(scale == 0, 1.0, scale)
+
+
+def eps_scale(amax: Tensor) -> Tensor:
+    """amax / 448 in the dtype it comes in, the dtype's eps for zeros."""
+    scale = amax / E4M3_MAX
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+class Fp8Block(Blocked):
+    """FP8 with a scale per 128 x 128 tile. K must be a multiple of 128; the last tile of N may be short."""
+
+    def __init__(self, name: str, rule: Rule):
+        super().__init__(name, E4M3, rule, group=TILE)
+        self.is_batch_invariant = False
+
+    def check_shape(self, shape, name: str | None = None) -> None:
+        """As every format's; besides, a tile needs two dimensions."""
+        super().check_shape(shape, name)
+        if len(tuple(shape)) < 2:
+            raise ValueError(
+                f"{name or 'tensor'}: {self.name} scales 128 x 128 tiles and needs two dimensions"
+            )
 
     def _encode(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        if self.per == "tensor":
-            scale = self.rule.scale_of(absmax(x) if amax is None else amax)
-            return map_rows(self._codes, x, scale)[0], scale, None
-        qdata, scale = map_rows(self._encode_rows, x, *([] if amax is None else [amax]))
-        return qdata, scale, None
+        scale = self._tile_scales(x, amax)
+        (qdata,) = self._map(lambda rows, s: (self._codes(rows, s),), x, _rows_of(scale, x.shape[-2]))
+        return qdata, scale.float(), None
 
-    def _encode_rows(self, x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scale = self.rule.scale_of(row_absmax(x) if amax is None else amax.expand(x.shape[0], 1))
-        return *self._codes(x, scale), scale
-
-    def _codes(self, x: Tensor, scale: Tensor) -> tuple[Tensor]:
-        return (to_e4m3(self.rule.scaled(x, scale)).view(torch.uint8),)
+    def _fake(self, x: Tensor, amax: Tensor | None) -> Tensor:
+        scale = _rows_of(self._tile_scales(x, amax), x.shape[-2])
+        return self._map(lambda rows, s: (self._round(rows, s, x.dtype),), x, scale)[0]
 
     def decode(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        """Values code * scale."""
+        """Values code * scale of the tile."""
+        rows = QuantizedTensor(q.qdata, _rows_of(q.scale, q.shape[-2]), None, q.shape, q.format)
+        return super().decode(rows, dtype)
 
-        def rows(codes: Tensor, scale: Tensor) -> tuple[Tensor]:
-            return ((from_e4m3(codes) * scale).to(dtype),)
+    def _tile_scales(self, x: Tensor, amax: Tensor | None) -> Tensor:
+        n, k = -(-x.shape[-2] // TILE), x.shape[-1] // TILE
+        if amax is not None:
+            return self.rule.scale_of(self._amax_of(x, amax).expand(*x.shape[:-2], n, k))
+        (per_row,) = self._map(lambda rows: (block_absmax(rows, k),), x)
+        padded = F.pad(per_row, (0, 0, 0, n * TILE - x.shape[-2]))
+        return self.rule.scale_of(padded.unflatten(-2, (n, TILE)).amax(-2))
 
-        return map_rows(rows, q.qdata, q.scale, native=True)[0]
+
+def _rows_of(scale: Tensor, n: int) -> Tensor:
+    """Tile scales (..., ceil(N/128), G) -> one line of them for each row, (..., N, G)."""
+    return scale.repeat_interleave(TILE, -2)[..., :n, :]
 
 
-DIVIDE = Rule(token_scale, torch.div)
+def _ue8m0(scale_of):
+    return lambda amax: round_up_to_power_of_two(scale_of(amax))
 
-register(
-    Fp8Rows("fp8-channel", DIVIDE),
-    Fp8Rows("fp8-token", DIVIDE),
-    Fp8Rows("fp8-tensor", DIVIDE, per="tensor"),
+
+FLOORED = Rule(token_scale, torch.div)
+VLLM_NATIVE = Rule(token_scale, multiply)
+DEEPGEMM = Rule(deepgemm_scale, multiply)
+DEEPGEMM_UE8M0 = Rule(_ue8m0(deepgemm_scale), multiply)
+CT = Rule(eps_scale, torch.div, native=True)
+MODELOPT = Rule(plain_scale, divide_unless_zero, native=True)
+# torchao takes amax / 448 in the input's dtype but divides in fp32.
+TORCHAO = Rule(plain_scale, lambda x, scale: divide_unless_zero(x.float(), scale.float()), native=True)
+
+
+def _family(name: str, rules: dict[str, Rule], **kwargs) -> None:
+    register(*(Blocked(name + suffix, E4M3, rule, **kwargs) for suffix, rule in rules.items()))
+
+
+ROW_RULES = {"": FLOORED, ":vllm-native": VLLM_NATIVE, ":compressed-tensors": CT, ":torchao": TORCHAO}
+_family("fp8-token", ROW_RULES)
+_family("fp8-channel", ROW_RULES)
+_family(
+    "fp8-tensor",
+    {
+        "": FLOORED,
+        ":vllm": Rule(plain_scale, multiply),
+        ":vllm-native": VLLM_NATIVE,
+        ":compressed-tensors": CT,
+        ":modelopt": MODELOPT,
+    },
+    per="tensor",
 )
+_family(
+    "fp8-1x128",
+    {
+        "": Rule(vllm_group_scale, multiply),
+        ":deepgemm": DEEPGEMM,
+        ":ue8m0": DEEPGEMM_UE8M0,
+        ":vllm-ue8m0": Rule(_ue8m0(vllm_group_scale), multiply),
+        ":vllm-native": FLOORED,
+        ":vllm-native-ue8m0": Rule(_ue8m0(token_scale), torch.div),
+    },
+    group=TILE,
+    scale_bits=32,
+)
+register(
+    Fp8Block("fp8-block", DEEPGEMM),
+    Fp8Block("fp8-block:ue8m0", DEEPGEMM_UE8M0),
+    Fp8Block("fp8-block:compressed-tensors", CT),
+    Fp8Block("fp8-block:torchao", TORCHAO),
+)
+alias("fp8-token:vllm", "fp8-token")
+alias("fp8-channel:vllm", "fp8-channel")
+alias("fp8-1x128:vllm", "fp8-1x128")
+alias("fp8-block:deepgemm", "fp8-block")
+alias("fp8-block:vllm", "fp8-block")

@@ -6,8 +6,8 @@ E4M3 (FP8)  1-4-3 bits, bias 7, largest 448, no infinity: subnormals are multipl
 E8M0        a power of two 2^(code-127), code 0..254; 255 is NaN and never written.
 INT4, INT8  integers, two's complement.
 
-Every rounding here saturates. -0 and values that round to zero become +0 (code 0): which libraries keep the
-sign differs, and a decoded tensor cannot tell.
+Every rounding here saturates. In E2M1, -0 and negatives that round to zero become +0 (code 0): libraries
+differ on that sign, and no sum can tell. E4M3 keeps it, as they all do.
 
 What would break it: rounding E2M1 with ``torch.round`` on a rescaled value (the step changes at 2 and 4), or
 a compiler that fuses the caller's multiply into the addition below (FMA rounds once where two roundings are
@@ -16,8 +16,13 @@ the contract).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from .packing import pack_e2m1, pack_nibbles, unpack_nibbles
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -50,11 +55,6 @@ def from_e4m3(codes: Tensor) -> Tensor:
     return _lookup(_e4m3_table, codes.view(torch.uint8))
 
 
-def from_int8(codes: Tensor) -> Tensor:
-    """uint8 holding two's complement int8 -> fp32, exactly."""
-    return codes.view(torch.int8).float()
-
-
 def _e4m3_table() -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -81,3 +81,50 @@ def from_e2m1_bytes(packed: Tensor) -> Tensor:
     """uint8 (..., K/2) of two E2M1 codes, low nibble the even column -> fp32 (..., K), exactly."""
     pairs = _lookup(_e2m1_pair_table, packed)
     return pairs.view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One element grid. encode: fp32 (R, K) -> codes as stored; decode: back, exactly; round: both at once.
+
+    bits: of one code. codes_per_byte: 2 when packed two a byte along K.
+    """
+
+    bits: int
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    round: Callable[[Tensor], Tensor]
+
+    @property
+    def codes_per_byte(self) -> int:
+        return 8 // self.bits
+
+
+def round_int(x: Tensor, low: int, high: int) -> Tensor:
+    """fp32 -> the nearest integer in [low, high], as fp32; ties to even; -0 becomes +0."""
+    # Integer bounds commute with rounding, so one clamp serves; adding 0 drops the sign of a zero.
+    return x.round().clamp_(low, high).add_(0.0)
+
+
+def int8_grid(low: int = -128) -> Grid:
+    """INT8 codes in [low, 127], two's complement, one a byte."""
+    return Grid(
+        8,
+        lambda x: round_int(x, low, 127).to(torch.int8).view(torch.uint8),
+        lambda codes: codes.view(torch.int8).float(),
+        lambda x: round_int(x, low, 127),
+    )
+
+
+def int4_grid(low: int = -8) -> Grid:
+    """INT4 codes in [low, 7], two's complement nibbles, two a byte."""
+    return Grid(
+        4,
+        lambda x: pack_nibbles((round_int(x, low, 7).to(torch.int8) & 15).view(torch.uint8)),
+        lambda packed: ((unpack_nibbles(packed) ^ 8).view(torch.int8) - 8).float(),
+        lambda x: round_int(x, low, 7),
+    )
+
+
+E2M1 = Grid(4, lambda x: pack_e2m1(round_e2m1(x)), from_e2m1_bytes, round_e2m1)
+E4M3 = Grid(8, lambda x: to_e4m3(x).view(torch.uint8), from_e4m3, lambda x: from_e4m3(to_e4m3(x)))
