@@ -9,9 +9,9 @@ KL_KINDS = ("k1", "k2", "k3")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: str = "k3") -> Tensor:
-    """Per-token estimate of KL(policy || reference) on the policy's own samples, nats, (B, T); 0 off the mask.
+    """Per-token estimate of KL(policy || reference) on the policy's own samples, nats, (B, T).
 
-    With d = logprobs - ref_logprobs (Schulman 2020, "Approximating KL Divergence"):
+    0 outside the mask. With d = logprobs - ref_logprobs (Schulman 2020, "Approximating KL Divergence"):
     k1 = d, unbiased and signed; k2 = d^2 / 2; k3 = exp(-d) + d - 1, unbiased and never negative (GRPO eq. 4).
     In a loss only k2's gradient is that of the KL in expectation on policy; k1's is zero in expectation. In a
     reward use k1. d is cut to +-20 in k3, where its exponential would overflow.

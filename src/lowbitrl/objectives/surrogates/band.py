@@ -17,6 +17,11 @@ class Surrogate(NamedTuple):
     clipped: Tensor | None = None
 
 
+def by_sign(advantages_B1: Tensor, positive: float, negative: float) -> Tensor:
+    """`positive` where A >= 0 and `negative` where A < 0, (B, 1), in the dtype of the advantages."""
+    return torch.where(advantages_B1 >= 0, torch.full_like(advantages_B1, positive), negative)
+
+
 def band(
     ratio: Tensor, advantages_B1: Tensor, positive: tuple[float, float], negative: tuple[float, float]
 ) -> Surrogate:
@@ -26,10 +31,7 @@ def band(
     special case of a one-sided interval a sign:
     min(r A, clip(r, 1-l, 1+h) A) = clip(r, 0, 1+h) A for A >= 0 and clip(r, 1-l, inf) A for A < 0.
     """
-    low, high = (
-        torch.where(advantages_B1 >= 0, pos, neg).to(ratio.dtype)
-        for pos, neg in zip(positive, negative, strict=True)
-    )
+    low, high = (by_sign(advantages_B1, *ends) for ends in zip(positive, negative, strict=True))
     return Surrogate(-ratio.clamp(low, high) * advantages_B1, (ratio < low) | (ratio > high))
 
 

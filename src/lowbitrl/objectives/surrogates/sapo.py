@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lowbitrl.objectives.ratios import bounded_exp
-from lowbitrl.objectives.surrogates.band import Surrogate
+from lowbitrl.objectives.surrogates.band import Surrogate, by_sign
 
 
 def sapo(
@@ -25,5 +25,5 @@ def sapo(
     if min(tau_positive, tau_negative) <= 0:
         raise ValueError(f"tau_positive={tau_positive}, tau_negative={tau_negative}: both must be above 0")
     ratio_BT = bounded_exp(logprobs_BT - old_logprobs_BT)
-    tau_B1 = torch.where(advantages_B1 > 0, tau_positive, tau_negative).to(ratio_BT.dtype)
+    tau_B1 = by_sign(advantages_B1, tau_positive, tau_negative)
     return Surrogate(-torch.sigmoid(tau_B1 * (ratio_BT - 1)) * (4 / tau_B1) * advantages_B1)
