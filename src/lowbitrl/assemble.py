@@ -1,0 +1,145 @@
+"""A run's parts, built from its config: both sides of the policy, what feeds them, what watches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lowbitrl.config import RunConfig
+from lowbitrl.models import load_model
+from lowbitrl.quant import Plan, prepare
+from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.runs import RunFolder, environment
+from lowbitrl.sync.publisher import Publication, changed_codes, publish
+from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
+from lowbitrl.tasks import Task, check_lengths
+from lowbitrl.trainer import Trainer, checkpoint
+from lowbitrl.trainer.logprobs import response_logprobs
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Parts:
+    """The assembled run: both sides of the policy, and what feeds and watches them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    plan: Plan
+    trainer: Trainer
+    engine: EmbeddedEngine
+    sentinel: Sentinel
+    published: Publication
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Encode once, serve the same bytes, compare both sides."""
+        published = publish(self.trainer.model, version)
+        changed = changed_codes(self.published, published)
+        self.engine.update(published.stream(), published.manifest)
+        self.published = published
+        gap = self.sentinel.check(version, lambda: _blame(self))
+        return {"quant/changed_codes": changed, "sync/sentinel": gap, "sync/version": float(version)}
+
+    def save(self, config: RunConfig, run: RunFolder, step: int) -> Path:
+        """Write the checkpoint from which step `step` can start."""
+        state = {"plan": self.plan.digest, "sentinel": self.sentinel.history}
+        return checkpoint.save(run.checkpoints, step, self.trainer.optimizer, state, config.checkpoint.keep)
+
+
+def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: Say) -> tuple[Parts, int]:
+    """Load, prepare and connect everything; returns the parts and the first step to run."""
+    device = pick_device(config.model.device)
+    say(
+        f"device {device}, compute {config.model.dtype}, engine embedded, scheduler {config.rollout.scheduler}"
+    )
+    learner, tokenizer = load_model(config.model.name, config.model.dtype, device)
+    check_lengths(task, tokenizer, config.rollout.prompts)
+    rollout, _ = load_model(config.model.name, config.model.dtype, device)
+    plan = prepare(learner, config.recipe, "learner")
+    prepare(rollout, plan, "rollout")
+    say(plan.summary())
+    trainer = Trainer(
+        learner,
+        config.trainer,
+        config.objective,
+        config.optimizer,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+    )
+    saved = _resume_point(run, plan, trainer, say) if resume else None
+    start = saved.state["step"] if saved else 0
+    if not saved:
+        run.write_json("config.json", config.model_dump(mode="json"))
+        run.write_json("plan.json", plan.to_dict())
+        run.write_json("environment.json", environment(device) | {"split": task.split_report()})
+    run.rewind(start if saved else -1)
+    engine = EmbeddedEngine(rollout, config.rollout.scheduler, config.rollout.max_batch)
+    published = publish(learner, start)
+    engine.update(published.stream(), published.manifest)
+    watched = task.prompts("held_out", 0, min(config.sentinel.sequences, task.held_out_count))
+    sentinel = Sentinel(
+        config.sentinel,
+        [task.encode(tokenizer, prompt) for prompt in watched],
+        lambda sequences: _learner_scores(trainer, sequences),
+        lambda sequences: engine.score(sequences, config.rollout.temperature),
+        saved.state["sentinel"] if saved else (),
+    )
+    return Parts(tokenizer, task, plan, trainer, engine, sentinel, published), start
+
+
+def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> checkpoint.Checkpoint | None:
+    saved, damaged = checkpoint.latest(run.checkpoints)
+    for line in damaged:
+        say(line)
+    if saved is None:
+        say("no whole checkpoint found: starting from the beginning")
+        return None
+    if saved.state["plan"] != plan.digest:
+        raise ValueError(
+            f"{saved.path} was trained under plan {saved.state['plan']}, this recipe resolves to {plan.digest}; "
+            "resume with the recipe in the run's config.json"
+        )
+    saved.restore(trainer.optimizer)
+    say(f"resumed from {saved.path}")
+    return saved
+
+
+def _blame(parts: Parts) -> str:
+    served = {f"{n}.{k}": t for n, q in parts.engine.encoded().items() for k, t in q.tensors().items()}
+    served |= dict(parts.engine.model.named_parameters())
+    ids = torch.tensor([parts.sentinel.sequences[0]])
+    return blame_bytes(parts.published, served) or blame_layer(
+        parts.trainer.model,
+        parts.engine.model,
+        lambda model: model(input_ids=ids.to(parts.engine.model.device)),
+    )
+
+
+def _learner_scores(trainer: Trainer, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    with torch.no_grad():
+        scores, _ = response_logprobs(
+            trainer.model,
+            [s[:1] for s in sequences],
+            [s[1:] for s in sequences],
+            temperature=trainer.temperature,
+        )
+    return [row[: len(s) - 1] for row, s in zip(scores, sequences, strict=True)]
+
+
+def pick_device(name: str) -> torch.device:
+    """The device "auto" stands for here, or the one named.
+
+    Raises:
+        ValueError: the named device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"model.device={name!r}, but torch finds no CUDA device here; use 'auto' or 'cpu'")
+    return device

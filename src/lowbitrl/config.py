@@ -1,0 +1,225 @@
+"""A run as a TOML file: every section is the frozen config of the part it configures.
+
+seed = 0
+out = "runs/quads"
+[model]
+name = "demo"
+[recipe]
+rollout = "nvfp4"
+learner = "weights"
+residual = 0.5
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lowbitrl.quant.recipe import Recipe
+from lowbitrl.rollout.types import Sampling
+from lowbitrl.sync.sentinel import SentinelConfig
+from lowbitrl.tasks import TaskConfig
+from lowbitrl.trainer.optim import OptimizerConfig
+from lowbitrl.trainer.trainer import ObjectiveConfig, TrainerConfig
+
+
+class ConfigError(ValueError):
+    """A run that cannot be meant as written: what was given, the rule, the remedy."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Section):
+    """Which policy is trained.
+
+    Attributes:
+        name: local checkpoint folder, hub id, or "demo" (SmolLM2-135M-Instruct).
+        dtype: compute dtype of both sides; masters are fp32 either way.
+        device: "auto" takes CUDA where there is one.
+    """
+
+    name: str = "demo"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = "auto"
+
+
+class RolloutConfig(_Section):
+    """How many samples a step, and how they are drawn.
+
+    Attributes:
+        prompts / samples: prompts a step, completions of each (the papers' N).
+        max_tokens / temperature: see `Sampling`.
+        scheduler / max_batch: of the embedded engine.
+        keep: completions written to the run folder each step.
+    """
+
+    prompts: int = Field(16, ge=1)
+    samples: int = Field(16, ge=1)
+    max_tokens: int = Field(128, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    scheduler: Literal["auto", "batch", "continuous"] = "auto"
+    max_batch: int = Field(256, ge=1)
+    keep: int = Field(8, ge=0)
+
+    def sampling(self) -> Sampling:
+        """The engine's sampling parameters."""
+        return Sampling(max_tokens=self.max_tokens, temperature=self.temperature)
+
+
+class EvaluationConfig(_Section):
+    """Held-out evaluation with the rollout engine.
+
+    Attributes:
+        every: training steps between evaluations; 0 turns them off. The start and the end count.
+        count: held-out prompts; 0 takes all. samples: completions of each. k: of pass@k.
+    """
+
+    every: int = Field(0, ge=0)
+    count: int = Field(0, ge=0)
+    samples: int = Field(4, ge=1)
+    k: int = Field(4, ge=1)
+
+    @model_validator(mode="after")
+    def _k_of_n(self) -> EvaluationConfig:
+        if self.k > self.samples:
+            raise ValueError(f"k={self.k} of pass@k is more than samples={self.samples}; raise samples")
+        return self
+
+
+class CheckpointConfig(_Section):
+    """When to save.
+
+    Attributes:
+        every: steps between checkpoints; 0 saves only at the end and on interruption.
+        keep: newest checkpoints kept. final: whether to save at the end.
+    """
+
+    every: int = Field(0, ge=0)
+    keep: int = Field(2, ge=1)
+    final: bool = True
+
+
+class RunConfig(_Section):
+    """Everything that decides a run."""
+
+    seed: int = Field(0, ge=0, lt=2**31)
+    out: str = "runs/run"
+    threads: int = Field(0, ge=0)
+    """CPU threads for torch; 0 leaves torch's choice."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig
+    recipe: Recipe = Recipe()
+    rollout: RolloutConfig = RolloutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sentinel: SentinelConfig = SentinelConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RunConfig:
+        size = self.rollout.prompts * self.rollout.samples
+        if self.trainer.mini_batch and size % self.trainer.mini_batch:
+            raise ValueError(
+                f"trainer.mini_batch={self.trainer.mini_batch} does not divide the batch of {size} responses "
+                f"(rollout.prompts * rollout.samples); the last optimizer step of a batch would be smaller"
+            )
+        if self.rollout.samples == 1:
+            raise ValueError("rollout.samples=1 makes every group's advantage 0; give at least 2")
+        if self.rollout.scheduler == "continuous" and self.recipe.residual and self.recipe.scope == "batch":
+            raise ValueError(
+                "rollout.scheduler='continuous' mixes prefill and decode rows of changing requests, so a batch-wide "
+                "residual would not be reproducible; use scheduler='batch' or recipe.residual_scope='token'"
+            )
+        return self
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML recipe and apply dotted overrides ("--trainer.steps", "50").
+
+    Raises:
+        ConfigError: the file is missing or no TOML; an unknown key (the nearest known one is
+            named); a value or combination that is refused, with the remedy.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist; recipes ship in recipes/*.toml") from error
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    for key, value in parse_overrides(overrides):
+        _assign(data, key.split("."), value)
+    return validate(data)
+
+
+def validate(data: dict[str, Any]) -> RunConfig:
+    """`RunConfig` from plain data; errors as `ConfigError`."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
+    """("--a.b", "3") or ("--a.b=3") to [("a.b", 3)]. Values are TOML; what is no TOML is a string.
+
+    Raises:
+        ConfigError: an argument that is no option, or an option without a value.
+    """
+    pairs, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            raise ConfigError(f"{argument!r} is not an option; overrides look like --trainer.steps 50")
+        key, equals, value = argument[2:].partition("=")
+        if not equals:
+            if not rest or (rest[0].startswith("--") and len(rest[0]) > 2):
+                raise ConfigError(f"--{key} needs a value, as in --{key} 50")
+            value = rest.pop(0)
+        pairs.append((key, _toml_value(value)))
+    return pairs
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assign(data: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        child = data.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{'.'.join(path)}: {part} is a value, not a section")
+        data = child
+    data[path[-1]] = value
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _known_keys(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return f"{path} is not a known key; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    return f"{path} = {error['input']!r}: {message}"
+
+
+def _known_keys(path: Sequence[Any]) -> list[str]:
+    fields: Any = RunConfig
+    for part in path:
+        fields = fields.model_fields[part].annotation
+    return list(getattr(fields, "model_fields", None) or fields.__dataclass_fields__)

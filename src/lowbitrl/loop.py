@@ -1,0 +1,150 @@
+"""The RL loop: sample with the low-bit engine, reward, learn, publish the bytes, watch both sides."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lowbitrl import collect
+from lowbitrl.assemble import Parts, Say, assemble
+from lowbitrl.config import RunConfig
+from lowbitrl.evaluation import evaluate
+from lowbitrl.runs import RunFolder
+from lowbitrl.tasks import make_task
+from lowbitrl.trainer import checkpoint
+
+Metrics = dict[str, float]
+
+
+def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
+    """Run `config` from its start, or from the newest whole checkpoint with `resume`.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        ValueError, OSError: everything a config, task, model or folder can be refused for, before
+            any work is done.
+        NonFiniteError, SentinelError: the run went wrong; the last good checkpoint is named.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    task = make_task(config.task)
+    with RunFolder(config.out, resume) as run, _interruptible(say) as interrupted:
+        parts, start = assemble(config, task, run, resume, say)
+        if start == 0:
+            run.log({"step": -1} | _evaluation(config, parts, 0))
+        for step in range(start, config.trainer.steps):
+            with _naming_the_checkpoint(run, step):
+                metrics = _step(config, parts, run, step)
+            run.log({"step": step} | metrics)
+            say(_progress(step, config.trainer.steps, metrics))
+            if _due(config, step + 1) or interrupted():
+                saved = parts.save(config, run, step + 1)
+                if interrupted():
+                    say(f"interrupted after step {step + 1}; saved {saved}: continue with --resume")
+                    break
+        return run.path
+
+
+def _step(config: RunConfig, parts: Parts, run: RunFolder, step: int) -> Metrics:
+    """One turn: sample, reward, update, publish, watch."""
+    clock = _Clock()
+    samples = collect.sample(config, parts.engine, parts.task, parts.tokenizer, step)
+    clock.lap("gen")
+    batch, metrics = collect.to_batch(config, samples)
+    if len(batch):
+        metrics |= parts.trainer.update(batch, step)
+    clock.lap("update")
+    metrics |= parts.publish(step + 1)
+    clock.lap("publish")
+    metrics |= _evaluation(config, parts, step + 1)
+    clock.lap("eval")
+    run.log_rollouts(step, collect.rows(samples, config.rollout.keep))
+    tokens = sum(len(c.token_ids) for c in samples.completions)
+    return metrics | clock.laps | {"timing/tokens_per_s": tokens / max(clock.laps["timing/gen"], 1e-9)}
+
+
+def _due(config: RunConfig, done: int) -> bool:
+    if done == config.trainer.steps:
+        return config.checkpoint.final
+    return bool(config.checkpoint.every) and done % config.checkpoint.every == 0
+
+
+def _evaluation(config: RunConfig, parts: Parts, done: int) -> Metrics:
+    """Held-out metrics at the start, every `evaluation.every` steps and at the end."""
+    every = config.evaluation.every
+    if not every or (done % every and done != config.trainer.steps):
+        return {}
+    result = evaluate(
+        parts.engine,
+        parts.task,
+        parts.tokenizer,
+        count=config.evaluation.count or parts.task.held_out_count,
+        n=config.evaluation.samples,
+        sampling=config.rollout.sampling(),
+        k=config.evaluation.k,
+        seed=config.seed,
+    )
+    return result.metrics()
+
+
+def _progress(step: int, steps: int, metrics: Metrics) -> str:
+    parts = [f"step {step + 1}/{steps}", f"reward {metrics['reward/mean']:.3f}"]
+    if "mismatch/abs_mean" in metrics:
+        parts += [f"mismatch {metrics['mismatch/abs_mean']:.4f}", f"grad {metrics['actor/grad_norm']:.2f}"]
+    parts += [f"{key.split('/')[1]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/pass@1")]
+    seconds = sum(metrics[f"timing/{lap}"] for lap in ("gen", "update", "publish", "eval"))
+    return "  ".join([*parts, f"{seconds:.1f}s"])
+
+
+class _Clock:
+    """Seconds between laps, as timing/* metrics."""
+
+    def __init__(self) -> None:
+        self.laps: Metrics = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[f"timing/{name}"], self._last = now - self._last, now
+
+
+@contextmanager
+def _naming_the_checkpoint(run: RunFolder, step: int) -> Iterator[None]:
+    """A run that stops says where it stands: the step, and what can be resumed."""
+    try:
+        yield
+    except RuntimeError as error:
+        good, _ = checkpoint.latest(run.checkpoints)
+        where = f"last good checkpoint: {good.path}" if good else "no checkpoint was written before it"
+        error.add_note(f"step {step + 1} stopped the run and wrote nothing; {where}")
+        raise
+
+
+@contextmanager
+def _interruptible(say: Say) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C lets the step finish and saves; the second one stops at once."""
+    asked = False
+
+    def handler(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        say("interrupt: finishing this step, then saving; once more to stop at once")
+
+    try:
+        previous = signal.signal(signal.SIGINT, handler)
+    except ValueError:  # not the main thread: signals belong to whoever runs it
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,17 @@
+"""Which tensors wear a format, and the modules that wear them."""
+
+from lowbitrl.quant.apply import attachment, export, prepare, real_tokens
+from lowbitrl.quant.plan import LayerPlan, Plan, resolve
+from lowbitrl.quant.recipe import PRECISIONS, Recipe
+
+__all__ = [
+    "PRECISIONS",
+    "LayerPlan",
+    "Plan",
+    "Recipe",
+    "attachment",
+    "export",
+    "prepare",
+    "real_tokens",
+    "resolve",
+]

@@ -1,0 +1,223 @@
+"""Linear layers that wear a plan: one for the learner, one for the rollout, the same arithmetic.
+
+Both classes are put on by class swap, so parameter names, ties and hooks of the model stay as
+they were. Their shared parts are the weight group (which bytes) and the activation site (what
+happens to the input); given the same bytes and input the two sides return the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbitrl.formats import Format, QuantizedTensor, get_format
+from lowbitrl.quant.plan import LayerPlan
+from lowbitrl.quant.recipe import Scope
+from lowbitrl.quant.residual import compensate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class TokenContext:
+    """Which tokens of the current forward pass are real; one object shared by a model's sites."""
+
+    def __init__(self) -> None:
+        self.real: Tensor | None = None
+
+    @contextmanager
+    def real_tokens(self, mask: Tensor | None) -> Iterator[None]:
+        """Set the (batch, length) mask for the forward passes inside; None means all are real."""
+        previous, self.real = self.real, mask
+        try:
+            yield
+        finally:
+            self.real = previous
+
+
+class WeightGroup:
+    """Linears that share one global scale, and the bytes of their current weights.
+
+    The bytes are cached against the weights' version counters, so they are made once per
+    optimizer step however many micro-batches run, and never outlive an in-place update.
+    Writes through `.data` bypass those counters: call `invalidate` after them.
+    """
+
+    def __init__(self, layers: Sequence[LayerPlan], modules: Sequence[nn.Linear]) -> None:
+        assert layers[0].weight is not None
+        self.names = tuple(layer.name for layer in layers)
+        self.format = get_format(layers[0].weight)
+        self._modules = tuple(modules)
+        self._bytes: dict[str, QuantizedTensor] = {}
+        self._key: tuple[Any, ...] = ()
+
+    def encoded(self) -> dict[str, QuantizedTensor]:
+        """Bytes of each member by module name, encoded anew only if a weight has changed."""
+        key = tuple((id(m.weight), m.weight._version, m.weight.dtype) for m in self._modules)
+        if key != self._key:
+            weights = {n: m.weight.detach() for n, m in zip(self.names, self._modules, strict=True)}
+            self._bytes, self._key = encode_group(weights, self.format), key
+        return self._bytes
+
+    def invalidate(self) -> None:
+        """Forget the cached bytes."""
+        self._key = ()
+
+
+def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, QuantizedTensor]:
+    """Quantize a fused group with one joint absmax.
+
+    Args:
+        weights: (N_i, K) by module name, in the compute dtype.
+
+    Raises:
+        ValueError: NaN or Inf in a weight, naming it.
+    """
+    joint = None
+    if len(weights) > 1:
+        joint = torch.stack([w.float().abs().amax() for w in weights.values()]).amax()
+    return {name: fmt.quantize(w, amax=joint, name=f"{name}.weight") for name, w in weights.items()}
+
+
+class ActivationSite:
+    """The input quantizer of a fused group: q, k and v see the same tensor, quantized once.
+
+    Args:
+        members: how many linears read the input; the result is dropped after the last of them.
+    """
+
+    def __init__(
+        self, format_name: str, residual: float, scope: Scope, tokens: TokenContext, members: int = 1
+    ) -> None:
+        self.format = get_format(format_name)
+        self.residual = residual
+        self.scope: Scope = scope
+        self.tokens = tokens
+        self.members = members
+        self._memo: _Memo | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., K): quantize-dequantize with a straight-through gradient."""
+        memo = self._memo
+        if memo is None or not memo.matches(x, self.tokens.real):
+            with torch.no_grad():
+                quantized = compensate(x, self.format, self.residual, self.scope, self._real(x))
+            memo = _Memo(weakref.ref(x), _version(x), self.tokens.real, quantized)
+        memo.uses += 1
+        self._memo = memo if memo.uses < self.members else None
+        return _StraightThrough.apply(x, memo.quantized) if x.requires_grad else memo.quantized
+
+    def _real(self, x: Tensor) -> Tensor | None:
+        real = self.tokens.real
+        if real is not None and real.numel() != x[..., 0].numel():
+            raise ValueError(
+                f"real-token mask of shape {tuple(real.shape)} does not cover an input of shape "
+                f"{tuple(x.shape)}: set it for every forward pass with real_tokens(model, mask)"
+            )
+        return real
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_memo": None}
+
+
+@dataclass
+class _Memo:
+    source: weakref.ref[Tensor]
+    version: int
+    real: Tensor | None
+    quantized: Tensor
+    uses: int = 0
+
+    def matches(self, x: Tensor, real: Tensor | None) -> bool:
+        return self.source() is x and self.version == _version(x) and self.real is real
+
+
+def _version(x: Tensor) -> int:
+    # Inference tensors keep no version counter, and cannot be written in place by autograd code.
+    return -1 if x.is_inference() else x._version
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward: the quantized value. Backward: identity (QUADS eq. 13)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantized: Tensor) -> Tensor:
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _AlignedLinear(torch.autograd.Function):
+    """y = x W^^T; dL/dx = dL/dy W^ with the quantized weight, dL/dW := dL/dW^ (QUADS eq. 12-13).
+
+    Backward decodes the bytes again instead of keeping a weight-sized copy per layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bytes_: QuantizedTensor) -> Tensor:
+        ctx.save_for_backward(x, *bytes_.tensors().values())
+        ctx.bytes_ = (tuple(bytes_.tensors()), bytes_.shape, bytes_.format)
+        return F.linear(x, bytes_.dequantize(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad = grads[0]
+        x, *parts = ctx.saved_tensors
+        names, shape, fmt = ctx.bytes_
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            weight = QuantizedTensor.from_tensors(dict(zip(names, parts, strict=True)), shape, fmt)
+            grad_x = grad @ weight.dequantize(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        return grad_x, grad_w, None
+
+
+class LearnerLinear(nn.Linear):
+    """A trainable linear whose forward uses the published bytes of its weight.
+
+    The parameter stays the optimizer's: in the compute dtype, named `weight`, straight-through.
+    """
+
+    plan: LayerPlan
+    group: WeightGroup | None
+    site: ActivationSite | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        x = self.site(input) if self.site is not None else input
+        if self.group is None:
+            return F.linear(x, self.weight, self.bias)
+        y = _AlignedLinear.apply(x, self.weight, self.group.encoded()[self.plan.name])
+        return y if self.bias is None else y + self.bias
+
+
+class RolloutLinear(nn.Linear):
+    """A frozen linear that holds bytes and multiplies by their decoded values.
+
+    `encoded` is what was published, by reference. `weight` is its decoded value in the compute
+    dtype: the reference backend keeps it because decoding at every token would cost more than
+    the product itself.
+    """
+
+    plan: LayerPlan
+    site: ActivationSite | None
+    encoded: QuantizedTensor | None
+
+    def adopt(self, encoded: QuantizedTensor) -> None:
+        """Serve these bytes from now on."""
+        self.encoded = encoded
+        self.weight.data = encoded.dequantize(self.weight.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        x = self.site(input) if self.site is not None else input
+        return F.linear(x, self.weight, self.bias)

@@ -1,0 +1,244 @@
+"""A recipe resolved on one model: one row per module with parameters, each with a decision and reason.
+
+Learner, publisher and engine read the same plan; its digest travels with every published
+version, so that two sides with different ideas of what is quantized cannot meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbitrl.formats import get_format
+from lowbitrl.quant import topology
+from lowbitrl.quant.recipe import Recipe
+
+SMALLER_INT4_GROUPS = (128, 64, 32, 16)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The decision for one module.
+
+    Attributes:
+        name: whole module name, "model.layers.0.mlp.gate_proj".
+        shape: shape of its weight.
+        weight / activation: formats on the rollout side, None for BF16.
+        learner_weight / learner_activation: formats in the learner's forward pass.
+        residual: fraction of channels repaired at this module's input, rollout side.
+        group: first name of the fused group that shares global scale and activation site.
+        reason: why it is left alone; empty where it is quantized.
+
+    Example:
+        LayerPlan("model.layers.0.mlp.up_proj", (1536, 576), "nvfp4", "nvfp4-token", "nvfp4", None,
+                  0.5, "model.layers.0.mlp.gate_proj", "")
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weight: str | None = None
+    activation: str | None = None
+    learner_weight: str | None = None
+    learner_activation: str | None = None
+    residual: float = 0.0
+    group: str = ""
+    reason: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether either side of this module leaves BF16."""
+        return self.weight is not None or self.activation is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every module of a model with its decision; equal digests mean equal decisions."""
+
+    recipe: Recipe
+    layers: tuple[LayerPlan, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, LayerPlan]:
+        """Rows by module name."""
+        return {layer.name: layer for layer in self.layers}
+
+    @cached_property
+    def quantized(self) -> tuple[LayerPlan, ...]:
+        """Rows that leave BF16 on the rollout side."""
+        return tuple(layer for layer in self.layers if layer.quantized)
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[LayerPlan, ...]]:
+        """Fused groups of quantized rows by their first name."""
+        groups: dict[str, tuple[LayerPlan, ...]] = {}
+        for layer in self.quantized:
+            groups[layer.group] = (*groups.get(layer.group, ()), layer)
+        return groups
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits over every decision, independent of how the recipe was spelt."""
+        rows = json.dumps([dataclasses.astuple(layer) for layer in self.layers], sort_keys=True)
+        text = f"{self.recipe.scope}|{rows}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def diff(self, other: Plan) -> str:
+        """Two lines that show the first module the plans disagree on; empty where they agree."""
+        if self.digest == other.digest:
+            return ""
+        for name in [*self.by_name, *(n for n in other.by_name if n not in self.by_name)]:
+            mine, theirs = self.by_name.get(name), other.by_name.get(name)
+            if mine != theirs:
+                return f"- {_describe(mine, name)}\n+ {_describe(theirs, name)}"
+        return f"- residual scope {self.recipe.scope}\n+ residual scope {other.recipe.scope}"
+
+    def table(self) -> str:
+        """One line a module, as fixed-width text: formats on both sides, or why it is left alone."""
+        header = ("module", "weight shape", "rollout W", "rollout A", "learner W", "learner A", "note")
+        rows = [header, *(_row(layer) for layer in self.layers)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", self.summary()])
+
+    def summary(self) -> str:
+        """Counts, share of weights quantized, digest: the line printed at start."""
+        total = sum(_numel(layer) for layer in self.layers)
+        low = sum(_numel(layer) for layer in self.layers if layer.weight)
+        return (
+            f"plan {self.digest}: {len(self.quantized)} of {len(self.layers)} modules quantized, "
+            f"{low / max(total, 1):.1%} of {total / 1e6:.1f}M weights; rollout {self.recipe.rollout}, "
+            f"learner {self.recipe.learner}, residual {self.recipe.residual:g} per {self.recipe.scope}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for plan.json."""
+        return {
+            "digest": self.digest,
+            "recipe": dataclasses.asdict(self.recipe),
+            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+        }
+
+
+def resolve(recipe: Recipe, model: nn.Module) -> Plan:
+    """Decide for every module of `model` what `recipe` means; nothing is changed. Works on meta.
+
+    Raises:
+        ValueError: no module would be quantized though the recipe asks for it; a keep pattern
+            matches nothing; a width does not fit a format; tied weights would be quantized; the
+            parameters are not BF16 or FP32.
+    """
+    _check_dtypes(model)
+    linears = topology.quantizable(model)
+    kept = _kept(recipe, model, linears)
+    group_of = _group_names([name for name in linears if name not in kept])
+    layers = tuple(
+        _decide(recipe, name, module, linears, kept, group_of)
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    )
+    plan = Plan(recipe, layers)
+    if recipe.rollout != "bf16" and not plan.quantized:
+        raise ValueError(
+            f"rollout={recipe.rollout!r} quantizes no module: keep={recipe.keep} covers every linear"
+        )
+    _check_ties(plan, model, linears)
+    return plan
+
+
+def _kept(recipe: Recipe, model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
+    if recipe.keep is None:
+        return topology.kept_by_default(model, list(linears))
+    matched = topology.match_all(recipe.keep, list(linears))
+    return {name: f"kept by {pattern!r}" for name, pattern in matched.items()}
+
+
+def _group_names(names: list[str]) -> dict[str, str]:
+    return {name: group[0] for group in topology.fused_groups(names) for name in group}
+
+
+def _decide(
+    recipe: Recipe,
+    name: str,
+    module: nn.Module,
+    linears: dict[str, nn.Linear],
+    kept: dict[str, str],
+    group_of: dict[str, str],
+) -> LayerPlan:
+    shape = tuple(next(module.parameters(recurse=False)).shape)
+    if name not in linears:
+        return LayerPlan(name, shape, reason=f"{type(module).__name__} is not a linear")
+    if name in kept:
+        return LayerPlan(name, shape, reason=kept[name])
+    if recipe.rollout == "bf16":
+        return LayerPlan(name, shape, reason="rollout is bf16")
+    weight = _fit(recipe.precision.weight, shape)
+    for format_name in (weight, recipe.precision.activation):
+        if format_name is not None:
+            get_format(format_name).check_shape(shape, name=name)
+    learner = recipe.learner_precision
+    return LayerPlan(
+        name,
+        shape,
+        weight=weight,
+        activation=recipe.precision.activation,
+        learner_weight=_fit(learner.weight, shape),
+        learner_activation=learner.activation,
+        residual=recipe.residual,
+        group=group_of[name],
+    )
+
+
+def _fit(name: str | None, shape: tuple[int, ...]) -> str | None:
+    """int4 recipes take the largest group that divides the width; other formats are as named."""
+    if name != "int4-g128":
+        return name
+    group = next((g for g in SMALLER_INT4_GROUPS if shape[-1] % g == 0), SMALLER_INT4_GROUPS[-1])
+    return f"int4-g{group}"
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"{name} is {parameter.dtype}; formats are defined for torch.bfloat16 and torch.float32 "
+                "weights: load the model with dtype=torch.bfloat16"
+            )
+
+
+def _check_ties(plan: Plan, model: nn.Module, linears: dict[str, nn.Linear]) -> None:
+    for layer in plan.quantized:
+        if layer.weight and topology.tied_to_embedding(model, linears[layer.name]):
+            raise ValueError(
+                f"{layer.name} shares its weight with the input embedding, which stays in BF16; "
+                f"add {layer.name!r} to keep, or untie the embeddings"
+            )
+
+
+def _numel(layer: LayerPlan) -> int:
+    count = 1
+    for size in layer.shape:
+        count *= size
+    return count
+
+
+def _row(layer: LayerPlan) -> tuple[str, ...]:
+    note = layer.reason or (f"residual {layer.residual:g}" if layer.residual else "")
+    if layer.group and layer.group != layer.name:
+        note = f"{note}, scale of {layer.group.rpartition('.')[2]}".lstrip(", ")
+    formats = (layer.weight, layer.activation, layer.learner_weight, layer.learner_activation)
+    return (layer.name, "x".join(map(str, layer.shape)), *(f or "-" for f in formats), note)
+
+
+def _describe(layer: LayerPlan | None, name: str) -> str:
+    if layer is None:
+        return f"{name}: absent"
+    return f"{name}: " + " ".join(_row(layer)[1:])

@@ -1,0 +1,122 @@
+"""What a person writes: which precision samples, how the learner follows, what stays in BF16.
+
+A recipe names intentions and knows no model. `plan.resolve` turns it into one decision per
+parameter and per activation site of a given model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Alignment = Literal["bf16", "weights", "full"]
+Scope = Literal["batch", "token"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The weight and activation formats a rollout name stands for (None: left in BF16)."""
+
+    weight: str | None
+    activation: str | None
+
+
+PRECISIONS: dict[str, Precision] = {
+    "bf16": Precision(None, None),
+    "fp8": Precision("fp8-channel", "fp8-token"),
+    "fp8-block": Precision("fp8-block", "fp8-block"),
+    "int8": Precision("int8-channel", "int8-token"),
+    "int4": Precision("int4-g128", None),
+    "int4-fp8": Precision("int4-g128", "fp8-token"),
+    "nvfp4": Precision("nvfp4", "nvfp4-token"),
+    "nvfp4-w4a16": Precision("nvfp4", None),
+    "nvfp4-w16a4": Precision(None, "nvfp4-token"),
+    "nvfp4-fp8": Precision("nvfp4", "fp8-token"),
+    "mxfp4": Precision("mxfp4", "mxfp4"),
+    "mxfp8": Precision("mxfp8", "mxfp8"),
+}
+FP4_ACTIVATIONS = ("nvfp4-token", "mxfp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One precision contract for learner and rollout.
+
+    Attributes:
+        rollout: precision of the sampling policy, a key of `PRECISIONS`.
+        learner: "bf16" (no alignment, the naive baseline), "weights" (QUADS: the same weight
+            bytes, activations untouched) or "full" (QaRL: the rollout's whole arithmetic).
+        residual: fraction of input channels whose activation error gets a second FP4 pass
+            (QUADS eq. 21 and 24; k% as 0..1). Needs FP4 activations.
+        residual_scope: whether the channels are chosen per "batch" (QUADS: column norms over
+            the real tokens of the forward pass, so a completion depends on its batch) or per
+            "token". Unset: "batch", and "token" under `learner="full"`, where a batch-wide
+            choice would differ between the two sides by construction.
+        keep: glob patterns over whole module names whose weights stay in BF16 on both sides;
+            `*` crosses dots. Unset: the output head and MoE routers. An empty tuple keeps
+            nothing. A pattern that matches no module is an error when the plan is made.
+
+    Raises:
+        ValueError: an unknown name or a combination that cannot mean anything, with the remedy.
+
+    Example:
+        >>> Recipe(rollout="nvfp4", learner="weights", residual=0.5).scope
+        'batch'
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (read by pydantic where a config holds a recipe)
+
+    rollout: str = "bf16"
+    learner: Alignment = "weights"
+    residual: float = 0.0
+    residual_scope: Scope | None = None
+    keep: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("rollout", self.rollout, tuple(PRECISIONS))
+        _check_choice("learner", self.learner, get_args(Alignment))
+        if self.residual_scope is not None:
+            _check_choice("residual_scope", self.residual_scope, get_args(Scope))
+        if not 0.0 <= self.residual <= 1.0:
+            raise ValueError(f"residual={self.residual} is not a fraction; give 0 (off) to 1 (every channel)")
+        if self.residual and self.precision.activation not in FP4_ACTIVATIONS:
+            raise ValueError(
+                f"residual={self.residual} repairs FP4 activations, but rollout={self.rollout!r} has "
+                f"{self.precision.activation or 'BF16'} activations; set residual=0 or rollout='nvfp4'"
+            )
+        if self.learner == "full" and self.residual and self.residual_scope == "batch":
+            raise ValueError(
+                "residual_scope='batch' with learner='full' chooses other channels on each side, because "
+                "the sides never see the same batch; use residual_scope='token' or learner='weights'"
+            )
+        if self.keep is not None and not isinstance(self.keep, tuple):
+            object.__setattr__(self, "keep", tuple(self.keep))
+
+    @property
+    def precision(self) -> Precision:
+        """Formats of the rollout side."""
+        return PRECISIONS[self.rollout]
+
+    @property
+    def learner_precision(self) -> Precision:
+        """Formats of the learner's forward pass under `learner`."""
+        if self.learner == "bf16":
+            return Precision(None, None)
+        if self.learner == "weights":
+            return Precision(self.precision.weight, None)
+        return self.precision
+
+    @property
+    def scope(self) -> Scope:
+        """`residual_scope` with its default filled in."""
+        return self.residual_scope or ("token" if self.learner == "full" else "batch")
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """True where whole-model parity between kernels can only be statistical (codes flip)."""
+        return self.precision.activation is not None
+
+
+def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field}={value!r} is unknown; choose one of {', '.join(allowed)}")

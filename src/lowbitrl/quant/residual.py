@@ -1,0 +1,79 @@
+"""The second FP4 pass over the channels where the first one hurt most (QUADS eq. 20-24).
+
+    D   = Q(X) - X                          error of the first pass            (eq. 20)
+    s_j = ||D[:, j]||_2 over real tokens    score of channel j                 (eq. 23)
+    S   = the k% channels with largest s_j  chosen anew in every forward pass  (eq. 24)
+    X~  = Q(X) - M_S * Q(D)                 what the matrix product sees       (eq. 21)
+
+Each pass is decoded in fp32, subtracted in fp32 and rounded once to the input's dtype. Padding
+never counts in s_j: a dummy row would otherwise move the channels of every real request.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowbitrl.formats import Format
+from lowbitrl.quant.recipe import Scope
+
+
+def channel_count(width: int, fraction: float) -> int:
+    """How many of `width` channels a fraction selects (rounded up, so any fraction > 0 selects one)."""
+    # 0.3 * 10 is 3.0000000000000004 in binary: without the rounding ceil would select a fourth channel.
+    return min(width, math.ceil(round(width * fraction, 6)))
+
+
+def channel_scores(error: Tensor, real: Tensor | None) -> Tensor:
+    """Column L2 norms of a quantization error over real tokens.
+
+    Args:
+        error: (..., K) fp32.
+        real: (...) bool, True for tokens that count; None means all.
+
+    Returns:
+        (K,) fp32.
+    """
+    rows = error.reshape(-1, error.shape[-1])
+    if real is None:
+        return rows.square().sum(0).sqrt()
+    # where, not a product: a padded row may hold anything, NaN included.
+    return torch.where(real.reshape(-1, 1), rows, 0.0).square().sum(0).sqrt()
+
+
+def select_channels(scores: Tensor, count: int) -> Tensor:
+    """Boolean mask of the `count` largest scores along the last dim; the lower index wins a tie."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.scatter_(-1, order[..., :count], True)
+
+
+def compensate(
+    x: Tensor, activation: Format, fraction: float, scope: Scope = "batch", real: Tensor | None = None
+) -> Tensor:
+    """X~ of QUADS eq. 21.
+
+    Args:
+        x: (..., K) activations, any float dtype.
+        activation: the FP4 activation format of both passes; each pass has its own scales.
+        fraction: share of channels repaired, 0..1; 0 is the plain quantizer.
+        scope: "batch" scores columns over real tokens; "token" picks channels row by row, which
+            makes a row independent of its batch.
+        real: (...) bool mask of real tokens; None means all.
+
+    Returns:
+        (..., K) in x.dtype.
+    """
+    exact = x.float()
+    first = activation.fake_quantize(exact, check=False)
+    if not fraction:
+        return first.to(x.dtype)
+    error = first - exact
+    second = activation.fake_quantize(error, check=False)
+    count = channel_count(x.shape[-1], fraction)
+    if count < x.shape[-1]:
+        scores = channel_scores(error, real) if scope == "batch" else error.abs()
+        second = torch.where(select_channels(scores, count), second, 0.0)
+    return (first - second).to(x.dtype)

@@ -1,0 +1,115 @@
+"""Batched decoding: each prompt is read once, its samples share the cache, finished rows leave.
+
+Built on the model's own forward and transformers' cache. Prompts of one batch are padded on the
+left; a padded or finished row is never a real token.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lowbitrl.quant import real_tokens
+from lowbitrl.rollout.embedded.sampler import sample
+from lowbitrl.rollout.types import Sampling
+
+COMPACT_SHARE = 0.25
+
+
+@dataclass
+class Decoded:
+    """What one row has sampled so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    uniform: Tensor,
+    sampling: Sampling,
+    stop: Sequence[int],
+) -> list[Decoded]:
+    """Sample n rows of each prompt.
+
+    Args:
+        uniform: (len(prompts) * n, max_tokens) numbers in [0, 1), rows by prompt, then sample.
+        stop: token ids that end a row.
+
+    Returns:
+        One `Decoded` a row, in the order of `uniform`.
+    """
+    ids, mask = pad_left(prompts, model.device)
+    cache = DynamicCache(config=model.config)
+    logits = _forward(model, ids, mask, mask, cache).repeat_interleave(n, 0)
+    cache.batch_repeat_interleave(n)
+    mask = mask.repeat_interleave(n, 0)
+    rows = [Decoded() for _ in range(len(prompts) * n)]
+    alive = torch.arange(len(rows))
+    stop_ids = torch.tensor(list(stop), device=model.device)
+    for step in range(sampling.max_tokens):
+        tokens, logprobs = sample(logits, sampling.temperature, uniform[alive, step].to(model.device))
+        stopped = torch.isin(tokens, stop_ids)
+        _record(rows, alive, tokens, logprobs, stopped)
+        running = torch.tensor([not rows[i].stopped for i in alive.tolist()])
+        if step + 1 == sampling.max_tokens or not running.any():
+            break
+        if (~running).float().mean() >= COMPACT_SHARE:
+            keep = running.nonzero().squeeze(-1)
+            alive, keep = alive[keep], keep.to(model.device)
+            cache.batch_select_indices(keep)
+            tokens, mask, running = tokens[keep], mask[keep], running[running]
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        logits = _forward(model, tokens[:, None], mask, running[:, None].to(model.device), cache)
+    return rows
+
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(P, L) token ids with zeros on the left, and the bool mask of real ones."""
+    longest = max(len(p) for p in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.long)
+        mask[row, longest - len(prompt) :] = True
+    return ids.to(device), mask.to(device)
+
+
+def _forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, real: Tensor, cache: DynamicCache) -> Tensor:
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    with real_tokens(model, real):
+        out = model(
+            input_ids=ids,
+            # Without padding a plain causal mask is implied, and cheaper.
+            attention_mask=None if bool(mask.all()) else mask.long(),
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{_cache_argument(type(model)): cache},
+        )
+    return out.logits[:, -1]
+
+
+@functools.cache
+def _cache_argument(model_type: type[PreTrainedModel]) -> str:
+    # transformers 5.24 renamed past_key_values to cache and warns about the old name.
+    return "cache" if "cache" in inspect.signature(model_type.forward).parameters else "past_key_values"
+
+
+def _record(rows: list[Decoded], alive: Tensor, tokens: Tensor, logprobs: Tensor, stopped: Tensor) -> None:
+    values = zip(alive.tolist(), tokens.tolist(), logprobs.tolist(), stopped.tolist(), strict=True)
+    for index, token, logprob, stop in values:
+        row = rows[index]
+        if not row.stopped:
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.stopped = stop

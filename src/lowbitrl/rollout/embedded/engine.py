@@ -1,0 +1,215 @@
+"""EmbeddedEngine: the rollout policy in this process.
+
+What a seed promises: sample j of a prompt draws the same random numbers whatever shares its
+batch (scheduler "batch"). Its tokens are then the same as long as the arithmetic is: a
+batch-scoped residual chooses channels over the whole batch, and kernels may round differently at
+another batch size, so with quantized activations a completion can still depend on its company.
+Under "continuous" a seed fixes the whole call only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowbitrl.formats import QuantizedTensor
+from lowbitrl.quant import Plan, attachment, real_tokens
+from lowbitrl.quant.linear import RolloutLinear
+from lowbitrl.rollout.embedded.batch import Decoded, decode, pad_left
+from lowbitrl.rollout.embedded.continuous import decode_continuous
+from lowbitrl.rollout.embedded.sampler import uniforms
+from lowbitrl.rollout.types import Completion, Sampling
+from lowbitrl.sync.manifest import Manifest
+
+Scheduler = Literal["auto", "batch", "continuous"]
+PARTS = ("qdata", "scale", "global_scale")
+RAGGED = 0.5  # share of padding above which "auto" pages instead
+
+
+class EmbeddedEngine:
+    """Samples from a model prepared with side="rollout".
+
+    Args:
+        model: the prepared model.
+        scheduler: "batch" decodes whole batches with a shared prompt cache; "continuous" is
+            transformers' paged continuous batching; "auto" takes "continuous" when more than
+            half of a padded batch would be padding.
+        max_batch: most rows decoded at once by "batch"; bounds the cache.
+
+    Raises:
+        ValueError: the model wears no plan or the learner's.
+    """
+
+    def __init__(self, model: PreTrainedModel, scheduler: Scheduler = "auto", max_batch: int = 256) -> None:
+        attached = attachment(model)
+        if attached.side != "rollout":
+            raise ValueError("the engine needs a model prepared with side='rollout', not the learner's")
+        if max_batch < 1:
+            raise ValueError(f"max_batch={max_batch} decodes nothing; give at least 1")
+        self.model = model
+        self.plan: Plan = attached.plan
+        self.scheduler: Scheduler = scheduler
+        self.max_batch = max_batch
+        self.version = -1
+        self._expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """Sample n completions of each prompt, ordered by prompt, then sample.
+
+        Args:
+            prompts: token ids.
+            seeds: one a prompt; by default the prompt's index.
+
+        Raises:
+            ValueError: an empty prompt, n < 1, a seed count that does not match, or a prompt that
+                leaves no room within the model's positions.
+        """
+        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        self._check(prompts, n, sampling, seeds)
+        if not prompts:
+            return []
+        if self._choose(prompts) == "continuous":
+            digest = hashlib.sha256(repr(seeds).encode()).digest()
+            seed = int.from_bytes(digest[:8], "big") >> 1
+            rows = decode_continuous(self.model, prompts, n, seed, sampling, self._stop(sampling))
+        else:
+            rows = self._decode_batches(prompts, n, sampling, seeds)
+        return [self._completion(i // n, i % n, row) for i, row in enumerate(rows)]
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:
+        """Log-probability of each token after the first, (len - 1,) fp32, by a prefill pass."""
+        ids, mask = pad_left(sequences, self.model.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad(), real_tokens(self.model, mask):
+            hidden = self.model(input_ids=ids, attention_mask=mask.long(), position_ids=positions).logits
+        scored = []
+        for row, sequence in enumerate(sequences):
+            logits = hidden[row, -len(sequence) : -1].float() / (temperature or 1.0)
+            scored.append(logits.log_softmax(-1).gather(-1, ids[row, -len(sequence) + 1 :, None]).squeeze(-1))
+        return scored
+
+    def update(self, stream: Iterable[tuple[str, Tensor]], manifest: Manifest) -> None:
+        """Serve a new version: every tensor is checked before the first one is adopted.
+
+        Bytes are adopted by reference, without a copy. No cache of the old version survives:
+        key/value caches live inside one `generate` call.
+
+        Raises:
+            ValueError: another plan's version, or a stream that is not exactly the manifest's;
+                the engine then still serves its old version.
+        """
+        if manifest.plan_digest != self.plan.digest:
+            raise ValueError(
+                f"version {manifest.version} was published under plan {manifest.plan_digest}, the engine wears "
+                f"{self.plan.digest}; prepare both sides from one recipe (Plan.diff shows where they part)"
+            )
+        staged = dict(stream)
+        manifest.verify(staged)
+        adopted = list(self._match(staged))
+        for module, name, value in adopted:
+            if isinstance(value, QuantizedTensor):
+                module.adopt(value)  # type: ignore[operator]
+            else:
+                getattr(module, name).data = value.to(self.model.device)
+        self.version = manifest.version
+
+    def _match(
+        self, staged: dict[str, Tensor]
+    ) -> Iterator[tuple[torch.nn.Module, str, Tensor | QuantizedTensor]]:
+        """Pair every parameter with what replaces it, raising before anything is replaced."""
+        modules = dict(self.model.named_modules())
+        for name, shape in self._expected.items():
+            owner, _, leaf = name.rpartition(".")
+            layer = self.plan.by_name.get(owner)
+            if layer is not None and layer.weight and leaf == "weight":
+                parts = {part: staged[f"{owner}.{part}"] for part in PARTS if f"{owner}.{part}" in staged}
+                parts = {part: tensor.to(self.model.device) for part, tensor in parts.items()}
+                if "qdata" not in parts:
+                    raise ValueError(f"{owner} is planned as {layer.weight}, but no bytes came for it")
+                yield modules[owner], leaf, QuantizedTensor.from_tensors(parts, layer.shape, layer.weight)
+            elif name not in staged or tuple(staged[name].shape) != shape:
+                found = tuple(staged[name].shape) if name in staged else "absent"
+                raise ValueError(f"{name} must come as {shape}, found {found}")
+            else:
+                yield modules[owner], leaf, staged[name]
+
+    def encoded(self) -> dict[str, QuantizedTensor]:
+        """The bytes served now, by module name."""
+        modules = self.model.named_modules()
+        return {n: m.encoded for n, m in modules if isinstance(m, RolloutLinear) and m.encoded is not None}
+
+    def _choose(self, prompts: Sequence[Sequence[int]]) -> Scheduler:
+        if self.scheduler != "auto":
+            return self.scheduler
+        lengths = [len(p) for p in prompts]
+        padding = 1 - sum(lengths) / (max(lengths) * len(lengths))
+        return "continuous" if padding > RAGGED else "batch"
+
+    def _decode_batches(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: list[int]
+    ) -> list[Decoded]:
+        rows: dict[tuple[int, int], Decoded] = {}
+        for chunk, first, count in _chunks([len(p) for p in prompts], n, self.max_batch):
+            streams = [
+                uniforms(seeds[p], first + j, sampling.max_tokens) for p in chunk for j in range(count)
+            ]
+            chosen = [prompts[p] for p in chunk]
+            with torch.no_grad():
+                decoded = decode(
+                    self.model, chosen, count, torch.stack(streams), sampling, self._stop(sampling)
+                )
+            rows.update(zip(((p, first + j) for p in chunk for j in range(count)), decoded, strict=True))
+        return [rows[p, j] for p in range(len(prompts)) for j in range(n)]
+
+    def _stop(self, sampling: Sampling) -> tuple[int, ...]:
+        if sampling.stop_token_ids:
+            return sampling.stop_token_ids
+        own = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        own = self.model.config.eos_token_id if own is None else own
+        if own is None:
+            raise ValueError("the model names no end-of-sequence token; set Sampling.stop_token_ids")
+        return (own,) if isinstance(own, int) else tuple(own)
+
+    def _completion(self, prompt: int, sample: int, row: Decoded) -> Completion:
+        reason = "stop" if row.stopped else "length"
+        return Completion(prompt, sample, tuple(row.tokens), tuple(row.logprobs), reason, self.version)
+
+    def _check(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: list[int]) -> None:
+        if n < 1:
+            raise ValueError(f"n={n} samples nothing; give at least 1")
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one a prompt")
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty; give at least one token")
+            if limit is not None and len(prompt) + sampling.max_tokens > limit:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; with max_tokens={sampling.max_tokens} it passes "
+                    f"the model's {limit} positions: shorten it or lower max_tokens"
+                )
+
+
+def _chunks(lengths: list[int], n: int, max_batch: int) -> Iterator[tuple[list[int], int, int]]:
+    """(prompt indices, first sample, samples a prompt) of batches of at most `max_batch` rows.
+
+    Prompts are taken by length, so that a batch holds little padding.
+    """
+    count = min(n, max_batch)
+    per_batch = max(1, max_batch // count)
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    for first in range(0, n, count):
+        for start in range(0, len(order), per_batch):
+            yield order[start : start + per_batch], first, min(count, n - first)
+
+
+def prompt_seed(*parts: object) -> int:
+    """A seed below 2^63 out of anything printable: run seed, step, prompt id."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,83 @@
+"""The learner's side of a weight update: encode once, freeze, describe.
+
+learner weights (compute dtype) -> bytes the learner's own forward uses -> the same bytes shipped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lowbitrl.quant.apply import attachment, wire
+from lowbitrl.sync.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One version of the weights: named tensors that no later step will write to.
+
+    Attributes:
+        tensors: quantized weights as "m.qdata", "m.scale", "m.global_scale"; the rest by
+            parameter name, in the compute dtype.
+        manifest: what an engine verifies.
+    """
+
+    tensors: dict[str, Tensor]
+    manifest: Manifest
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor), the shape engines take updates in."""
+        yield from self.tensors.items()
+
+
+def publish(learner: nn.Module, version: int) -> Publication:
+    """Freeze the learner's current weights as `version`.
+
+    Bytes are handed over by reference: encoding makes new tensors for every version, so they never
+    change. BF16 parameters are written in place by the optimizer, so they are copied here, once.
+
+    Args:
+        learner: a model prepared with side="learner".
+
+    Raises:
+        ValueError: a weight holds NaN or Inf (named), or the model was never prepared.
+    """
+    attached = attachment(learner)
+    tensors: dict[str, Tensor] = {}
+    for group in attached.groups:
+        tensors.update(wire(group.encoded()))
+    shipped = {name for group in attached.groups for name in group.names}
+    for name, parameter in learner.named_parameters():
+        if name.removesuffix(".weight") not in shipped or not name.endswith(".weight"):
+            tensors[name] = _snapshot(name, parameter)
+    return Publication(tensors, Manifest.of(version, attached.plan.digest, tensors))
+
+
+def _snapshot(name: str, parameter: Tensor) -> Tensor:
+    copy = parameter.detach().clone()
+    if not torch.isfinite(copy).all():
+        raise ValueError(
+            f"{name} holds NaN or Inf; nothing was published: resume from the last good checkpoint"
+        )
+    return copy
+
+
+@torch.no_grad()
+def changed_codes(before: Publication | None, after: Publication) -> float:
+    """Share of quantized codes that differ between two versions: do updates reach the rollout?
+
+    0 where nothing is quantized or there is no earlier version.
+    """
+    if before is None:
+        return 0.0
+    names = [n for n in after.tensors if n.endswith(".qdata") and n in before.tensors]
+    total = sum(after.tensors[n].numel() for n in names)
+    changed = sum(_changed_bytes(before.tensors[n], after.tensors[n]) for n in names)
+    return changed / total if total else 0.0
+
+
+def _changed_bytes(before: Tensor, after: Tensor) -> int:
+    return 0 if before is after else int((before != after).sum())

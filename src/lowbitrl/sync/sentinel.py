@@ -1,0 +1,123 @@
+"""A watch over every update: the same few sequences scored on both sides after each publish.
+
+The two sides are never equal bit for bit, so the run is its own yardstick: a value far over the
+median of the run so far means that an update went wrong, and the layer to blame is looked for.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from lowbitrl.sync.publisher import Publication
+
+
+class SentinelConfig(BaseModel):
+    """When a mismatch counts as a fault.
+
+    Attributes:
+        sequences: how many held-out prompts are scored; 0 turns the sentinel off.
+        factor: how many times the median of the last `window` values is too much.
+        slack: nats that are never a fault, whatever the floor (floors near 0 would alarm on noise).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sequences: int = Field(4, ge=0)
+    factor: float = Field(4.0, gt=1)
+    slack: float = Field(0.1, ge=0)
+    window: int = Field(16, ge=1)
+
+
+class SentinelError(RuntimeError):
+    """Learner and engine are further apart than this run's own floor explains."""
+
+
+class Sentinel:
+    """Keeps the run's floor and raises when an update jumps over it.
+
+    Args:
+        learner_scores / engine_scores: sequences -> log-probabilities, (len - 1,) each.
+        history: values of earlier steps, when a run is resumed.
+    """
+
+    def __init__(
+        self,
+        config: SentinelConfig,
+        sequences: Sequence[Sequence[int]],
+        learner_scores: Callable[[Sequence[Sequence[int]]], list[Tensor]],
+        engine_scores: Callable[[Sequence[Sequence[int]]], list[Tensor]],
+        history: Sequence[float] = (),
+    ) -> None:
+        self.config = config
+        self.sequences = list(sequences)
+        self.learner_scores = learner_scores
+        self.engine_scores = engine_scores
+        self.history = list(history)
+
+    def check(self, version: int, blame: Callable[[], str]) -> float:
+        """Mean absolute mismatch on the watched sequences, in nats.
+
+        Raises:
+            SentinelError: over the floor; `blame` is asked for the layer.
+        """
+        if not self.sequences:
+            return 0.0
+        pairs = zip(self.learner_scores(self.sequences), self.engine_scores(self.sequences), strict=True)
+        value = float(torch.cat([(a.cpu() - b.cpu()).abs() for a, b in pairs]).mean())
+        floor = statistics.median(self.history) if self.history else None
+        if floor is not None and not value <= max(floor * self.config.factor, self.config.slack):
+            raise SentinelError(
+                f"version {version}: learner and engine differ by {value:.3f} nats on the watched sequences, the "
+                f"run's floor is {floor:.3f}. {blame()}"
+            )
+        self.history = [*self.history, value][-self.config.window :]
+        return value
+
+
+def blame_bytes(published: Publication, served: dict[str, Tensor]) -> str | None:
+    """The first tensor that the engine serves otherwise than it was published."""
+    for name, tensor in published.tensors.items():
+        if name in served and not torch.equal(tensor.cpu(), served[name].cpu()):
+            return f"{name} is served with other bytes than were published"
+    return None
+
+
+@torch.no_grad()
+def blame_layer(learner: nn.Module, rollout: nn.Module, run: Callable[[nn.Module], object]) -> str:
+    """The plan's module whose outputs part most on the two sides beyond what its inputs already differ.
+
+    Args:
+        run: feeds the watched sequences to a model.
+    """
+    ours, theirs = _traces(learner, run), _traces(rollout, run)
+    growth = {
+        name: _distance(ours[name][1], theirs[name][1]) - _distance(ours[name][0], theirs[name][0])
+        for name in ours
+    }
+    worst = max(growth, key=lambda name: growth[name])
+    return f"{worst} adds most of the difference ({growth[worst]:.2f} of its output's norm); its bytes agree"
+
+
+def _traces(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, tuple[Tensor, Tensor]]:
+    traces: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda module, inputs, output: traces.__setitem__(name, (inputs[0].float(), output.float()))
+
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    handles = [module.register_forward_hook(record(name)) for name, module in linears]
+    try:
+        run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return traces
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / ours.norm().clamp(min=1e-12))

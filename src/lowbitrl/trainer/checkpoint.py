@@ -1,0 +1,113 @@
+"""Checkpoints that are whole or absent: written aside, flushed, renamed, verified when read.
+
+step-000050/ masters.safetensors  optimizer.pt  state.json  files.json (size and CRC of each)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from lowbitrl.trainer.optim import MasterOptimizer
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint folder and its loop state."""
+
+    path: Path
+    state: dict[str, Any]
+
+    def restore(self, optimizer: MasterOptimizer) -> None:
+        """Put masters and optimizer states back, and the parameters they imply.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer.
+        """
+        masters = load_file(self.path / "masters.safetensors")
+        optimizer.load(masters, torch.load(self.path / "optimizer.pt", weights_only=True))
+
+
+def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, Any], keep: int) -> Path:
+    """Write step-`step` under `folder`, then drop all but the newest `keep`.
+
+    A crash or a full disk leaves at most a hidden partial folder; older checkpoints stay.
+    """
+    final, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        masters = {name: m.detach().contiguous().cpu() for name, m in optimizer.masters.items()}
+        save_file(masters, partial / "masters.safetensors")
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+        (partial / "state.json").write_text(json.dumps(state | {"step": step}))
+        files = {path.name: [path.stat().st_size, _crc(path)] for path in partial.iterdir()}
+        (partial / "files.json").write_text(json.dumps(files))
+        for path in partial.iterdir():
+            _flush(path)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(
+            f"checkpoint {final} could not be written ({error}); earlier checkpoints are untouched"
+        ) from error
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    _flush(folder)
+    for old in _steps(folder)[: -max(keep, 1)]:
+        shutil.rmtree(old)
+    return final
+
+
+def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose bytes are those written, and a line for each newer one that is damaged."""
+    damaged = []
+    for path in reversed(_steps(folder)):
+        fault = _fault(path)
+        if fault is None:
+            return Checkpoint(path, json.loads((path / "state.json").read_text())), damaged
+        damaged.append(f"{path} is damaged ({fault}) and was skipped")
+    return None, damaged
+
+
+def _steps(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*")) if folder.is_dir() else []
+
+
+def _fault(path: Path) -> str | None:
+    try:
+        files = json.loads((path / "files.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"files.json: {error}"
+    for name, (size, crc) in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, {size} were written"
+        if _crc(file) != crc:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,167 @@
+"""fp32 masters under BF16 compute, with torch's own AdamW and Muon.
+
+    gradient (compute dtype, per micro-batch) -> added to the master's fp32 gradient -> step ->
+    parameter = master cast to the compute dtype
+
+A step smaller than half a BF16 ulp would be lost in a BF16 weight; masters keep it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+
+class OptimizerConfig(BaseModel):
+    """Settings of the optimizer. Betas and epsilon default to QUADS's (section 4.1).
+
+    Attributes:
+        name: "adamw", or "muon" for hidden matrices with AdamW for embeddings, head and vectors.
+        learning_rate: of AdamW, reached after warm-up, constant from there.
+        muon_learning_rate: of Muon; its update is scaled to AdamW's root mean square, so the
+            same order of magnitude fits.
+        warmup_steps: optimizer steps of linear warm-up from 0.
+        max_grad_norm: total L2 norm above which gradients are scaled down; 0 turns it off.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = Field(1e-6, gt=0)
+    muon_learning_rate: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-15, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    warmup_steps: int = Field(0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)
+
+
+class MasterOptimizer:
+    """Owns the fp32 masters of a model's trainable parameters and steps them.
+
+    A gradient of a BF16 parameter is moved into its master's fp32 gradient as soon as it is
+    complete, so micro-batches accumulate in fp32 and no second copy stays.
+
+    Args:
+        model: its parameters with requires_grad become the optimizer's.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        self.config = config
+        self.steps = 0
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.masters = {n: _master(p) for n, p in self.parameters.items()}
+        hidden = _hidden_matrices(model, self.parameters) if config.name == "muon" else set()
+        self.optimizers = _build(config, self.masters, hidden)
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.register_post_accumulate_grad_hook(_mover(self.masters[name]))
+
+    def gradient_norm(self) -> Tensor:
+        """Total L2 norm of the accumulated gradients, fp32 scalar."""
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        return nn.utils.get_total_norm(grads) if grads else torch.tensor(0.0)
+
+    def step(self, norm: Tensor) -> None:
+        """Clip to `max_grad_norm` given the total norm, step, and write the parameters back."""
+        if self.config.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.max_grad_norm, norm)
+        warm = min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * warm
+            optimizer.step()
+        self.zero_grad()
+        self.write_back()
+        self.steps += 1
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """parameter = master in the compute dtype, in place (this moves the version counters)."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def zero_grad(self) -> None:
+        """Drop accumulated gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer states by optimizer, and the step count; masters are saved apart."""
+        return {"steps": self.steps, "optimizers": [o.state_dict() for o in self.optimizers]}
+
+    @torch.no_grad()
+    def load(self, masters: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Continue from saved masters and states.
+
+        Raises:
+            ValueError: the masters are those of another model.
+        """
+        if masters.keys() != self.masters.keys():
+            odd = next(iter(masters.keys() ^ self.masters.keys()))
+            raise ValueError(f"the checkpoint is of another model: {odd} is on one side only")
+        for name, master in self.masters.items():
+            master.copy_(masters[name])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.steps = state["steps"]
+        self.write_back()
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return parameter.detach().float().requires_grad_()
+
+
+def _mover(master: Tensor) -> Any:
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return move
+
+
+def _hidden_matrices(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
+    """Names of 2-D weights that are neither embeddings nor the output head."""
+    ends = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    excluded = {id(m.weight) for m in ends if m is not None}
+    return {n for n, p in parameters.items() if p.ndim == 2 and id(p) not in excluded}
+
+
+def _build(
+    config: OptimizerConfig, masters: dict[str, Tensor], hidden: set[str]
+) -> list[torch.optim.Optimizer]:
+    rest = [m for n, m in masters.items() if n not in hidden]
+    optimizers: list[torch.optim.Optimizer] = []
+    if rest:
+        optimizers.append(
+            torch.optim.AdamW(
+                rest,
+                config.learning_rate,
+                betas=config.betas,
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+            )
+        )
+    if hidden:
+        optimizers.append(
+            torch.optim.Muon(
+                [m for n, m in masters.items() if n in hidden],
+                lr=config.muon_learning_rate,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers

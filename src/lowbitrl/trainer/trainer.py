@@ -1,0 +1,290 @@
+"""The learner: scores responses, takes gradient steps on an objective, refuses to step on NaN."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowbitrl.objectives import (
+    batch_denominator,
+    error_token_metrics,
+    get_objective,
+    mismatch_metrics,
+    policy_loss,
+)
+from lowbitrl.trainer.batch import Layout, TrainingBatch, micro_batches
+from lowbitrl.trainer.logprobs import check_head, response_logprobs
+from lowbitrl.trainer.optim import MasterOptimizer, OptimizerConfig
+
+Metrics = dict[str, float]
+
+
+class ObjectiveConfig(BaseModel):
+    """Which surrogate, which correction, which average; see docs/objectives.md.
+
+    Attributes:
+        name: of `lowbitrl.objectives`; `parameters` are its own (tbpo: eps_high, delta_low, ...).
+        correction, level, cap, floor: mismatch correction; unset means the correction's default.
+        aggregate: how the loss is averaged; unset means the objective's own.
+        kl_coef: weight of the KL to the frozen initial policy; 0 keeps no reference model.
+        advantage_scale / advantage_baseline: see `group_advantages`.
+        drop_uninformative: leave out groups whose rewards are all equal (DAPO's filter).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "tbpo"
+    parameters: dict[str, Any] = {}
+    correction: str = "none"
+    level: str | None = None
+    cap: float | None = None
+    floor: float | None = None
+    count_rejected: bool | None = None
+    aggregate: str | None = None
+    kl_coef: float = Field(0.0, ge=0)
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    advantage_scale: Literal["std", "none"] = "std"
+    advantage_baseline: Literal["mean", "leave-one-out"] = "mean"
+    drop_uninformative: bool = False
+
+    @model_validator(mode="after")
+    def _known(self) -> ObjectiveConfig:
+        get_objective(self.name).split(self.parameters)
+        if self.entropy_coef:
+            raise ValueError(
+                f"entropy_coef={self.entropy_coef}: the learner's entropies carry no gradient (they are "
+                "reduced chunk by chunk), so an entropy bonus would do nothing; set entropy_coef=0"
+            )
+        return self
+
+    def correction_options(self) -> dict[str, Any]:
+        """Keyword arguments that `policy_loss` and `batch_denominator` share."""
+        names = ("correction", "level", "cap", "floor", "count_rejected", "aggregate")
+        return {name: getattr(self, name) for name in names}
+
+
+class TrainerConfig(BaseModel):
+    """How a batch becomes optimizer steps.
+
+    Attributes:
+        steps: training steps, one batch of rollouts each.
+        mini_batch: responses per optimizer step; 0 means the whole batch (on-policy).
+        epochs: passes over a batch (PPO epochs).
+        micro_batch_tokens: most tokens in one forward pass, padding included.
+        layout: "padded" rows, or "packed" into one row with restarting positions.
+        logprob_chunk: hidden states scored at once by the output head.
+        gradient_checkpointing: recompute layers in backward instead of keeping activations.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(100, ge=1)
+    mini_batch: int = Field(0, ge=0)
+    epochs: int = Field(1, ge=1)
+    micro_batch_tokens: int = Field(8192, ge=1)
+    layout: Layout = "padded"
+    logprob_chunk: int = Field(1024, ge=1)
+    gradient_checkpointing: bool = False
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or Inf; no parameter has been touched by it."""
+
+
+class Trainer:
+    """Owns the learner, its optimizer and, where a KL is asked for, the frozen reference.
+
+    Args:
+        model: prepared with side="learner".
+        temperature: of the rollouts; the learner scores the same processed distribution.
+        seed: orders mini-batches.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        objective: ObjectiveConfig,
+        optimizer: OptimizerConfig,
+        *,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        check_head(model)
+        self.model = model
+        self.config = config
+        self.objective = objective
+        self.temperature = temperature
+        self.seed = seed
+        self.reference = _frozen_copy(model) if objective.kl_coef else None
+        # Dropout would make the learner another policy than the one that is published; train mode
+        # only switches checkpointing on.
+        _refuse_dropout(model)
+        model.train(config.gradient_checkpointing)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.optimizer = MasterOptimizer(model, optimizer)
+
+    @torch.no_grad()
+    def score(self, batch: TrainingBatch, model: PreTrainedModel | None = None) -> Tensor:
+        """Log-probabilities of the responses, (B, T) fp32 on the CPU, zeros where masked."""
+        scores = torch.zeros_like(batch.rollout_logprobs)
+        for rows in micro_batches(batch.lengths, self.config.micro_batch_tokens, self.config.layout):
+            logprobs, _ = self._forward(batch.select(rows), model)
+            scores[rows, : logprobs.shape[1]] = logprobs.cpu()
+        return scores
+
+    def update(self, batch: TrainingBatch, step: int) -> Metrics:
+        """Train on one batch of rollouts.
+
+        With one optimizer step a batch and no correction that rejects, the log-probabilities of
+        that step's own forward are the old ones (the policy has not moved): one pass less.
+
+        Raises:
+            NonFiniteError: naming the step and what was not finite; parameters are as before the
+                optimizer step that failed.
+        """
+        old = self.score(batch) if self._needs_old(len(batch)) else None
+        reference = self.score(batch, self.reference) if self.reference is not None else None
+        total: list[tuple[int, Metrics]] = []
+        seen = torch.zeros_like(batch.rollout_logprobs)
+        for rows in self._mini_batches(len(batch), step):
+            metrics, logprobs = self._step(batch.select(rows), _rows(old, rows), _rows(reference, rows), step)
+            seen[rows] = logprobs
+            total.append((len(rows), metrics))
+        before = seen if old is None else old
+        compared = mismatch_metrics(before, batch.rollout_logprobs, batch.mask)
+        errors = error_token_metrics(before, batch.advantages, batch.mask, tokens=_token_matrix(batch))
+        return _mean(total) | {name: float(value) for name, value in (compared | errors).items()}
+
+    def _needs_old(self, size: int) -> bool:
+        several = self.config.epochs > 1 or 0 < self.config.mini_batch < size
+        return several or self.objective.correction != "none"
+
+    def _mini_batches(self, size: int, step: int) -> Iterator[list[int]]:
+        count = self.config.mini_batch or size
+        for epoch in range(self.config.epochs):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 1009 + epoch)
+            order = torch.randperm(size, generator=generator).tolist()
+            for first in range(0, size, count):
+                yield order[first : first + count]
+
+    def _step(
+        self, batch: TrainingBatch, old: Tensor | None, reference: Tensor | None, step: int
+    ) -> tuple[Metrics, Tensor]:
+        """One optimizer step; returns metrics and this forward's log-probabilities (B, T)."""
+        denominator = batch_denominator(
+            self.objective.name,
+            mask=batch.mask,
+            old_logprobs=old,
+            rollout_logprobs=batch.rollout_logprobs,
+            **self.objective.correction_options(),
+        )
+        seen, parts, loss_sum = torch.zeros_like(batch.rollout_logprobs), [], 0.0
+        for rows in micro_batches(batch.lengths, self.config.micro_batch_tokens, self.config.layout):
+            micro = batch.select(rows)
+            logprobs, entropy = self._forward(micro)
+            width = logprobs.shape[1]
+            seen[rows, :width] = logprobs.detach().cpu()
+            out = self._loss(micro, logprobs, entropy, _rows(old, rows), _rows(reference, rows), denominator)
+            loss_sum += self._checked("loss", out.loss, step, micro)
+            out.loss.backward()
+            parts.append((int(micro.mask.sum()), {k: float(v) for k, v in out.metrics.items()}))
+        norm = self.optimizer.gradient_norm()
+        metrics = _mean(parts) | {
+            "actor/loss": loss_sum,
+            "actor/grad_norm": self._checked("gradient", norm, step, batch),
+        }
+        self.optimizer.step(norm)
+        return metrics, seen
+
+    def _forward(self, batch: TrainingBatch, model: PreTrainedModel | None = None) -> tuple[Tensor, Tensor]:
+        return response_logprobs(
+            model or self.model,
+            batch.prompts,
+            batch.responses,
+            temperature=self.temperature,
+            layout=self.config.layout,
+            chunk=self.config.logprob_chunk,
+        )
+
+    def _loss(
+        self,
+        batch: TrainingBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        old: Tensor | None,
+        reference: Tensor | None,
+        denominator: Tensor,
+    ) -> Any:
+        width, device = logprobs.shape[1], logprobs.device
+        clip = lambda t: t[:, :width].to(device)  # noqa: E731
+        return policy_loss(
+            self.objective.name,
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else clip(old),
+            rollout_logprobs=clip(batch.rollout_logprobs),
+            advantages=batch.advantages.to(device),
+            mask=clip(batch.mask),
+            denominator=denominator.to(device),
+            ref_logprobs=None if reference is None else clip(reference),
+            entropy=entropy,
+            kl_coef=self.objective.kl_coef,
+            kl_kind=self.objective.kl_kind,
+            **self.objective.correction_options(),
+            **self.objective.parameters,
+        )
+
+    def _checked(self, what: str, value: Tensor, step: int, batch: TrainingBatch) -> float:
+        number = float(value.detach())
+        if not math.isfinite(number):
+            self.optimizer.zero_grad()
+            raise NonFiniteError(
+                f"{what} is {number} at step {step}, in a batch of {len(batch)} responses whose first prompt is "
+                f"{list(batch.prompts[0])[:16]}...; no optimizer step was taken with it"
+            )
+        return number
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    for field in ("attention_dropout", "hidden_dropout", "resid_pdrop", "dropout"):
+        value = getattr(model.config, field, 0) or 0
+        if value:
+            raise ValueError(
+                f"config.{field}={value}: dropout makes the trained policy differ from the published one; set it to 0"
+            )
+
+
+def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    reference = copy.deepcopy(model)
+    reference.requires_grad_(False)
+    return reference.eval()
+
+
+def _rows(tensor: Tensor | None, rows: list[int]) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def _token_matrix(batch: TrainingBatch) -> Tensor:
+    tokens = torch.zeros(batch.mask.shape, dtype=torch.long)
+    tokens[batch.mask] = torch.tensor([t for response in batch.responses for t in response])
+    return tokens
+
+
+def _mean(parts: list[tuple[int, Metrics]]) -> Metrics:
+    """Weighted mean of each metric over the parts that have it."""
+    names = {name: None for _, metrics in parts for name in metrics}
+    return {name: _weighted([(w, m[name]) for w, m in parts if name in m]) for name in names}
+
+
+def _weighted(pairs: list[tuple[int, float]]) -> float:
+    weight = sum(w for w, _ in pairs)
+    return sum(w * v for w, v in pairs) / weight if weight else 0.0
