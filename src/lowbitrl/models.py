@@ -262,7 +262,9 @@ def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerBase:
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == GGUF_CONTROL_TOKEN]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    named: dict[str, Any] = {k: tokens[fields[f"tokenizer.ggml.{role}_token_id"]] for k, role in roles.items()}
+    named: dict[str, Any] = {
+        k: tokens[fields[f"tokenizer.ggml.{role}_token_id"]] for k, role in roles.items()
+    }
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=fields["tokenizer.chat_template"],
@@ -311,7 +313,9 @@ def _digests(folder: Path) -> dict[str, str]:
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found is None or not found.is_floating_point or found.itemsize < 2:
-        raise ValueError(f"dtype {dtype!r}: not a float type of 16 bits or more; use bfloat16, float16 or float32")
+        raise ValueError(
+            f"dtype {dtype!r}: not a float type of 16 bits or more; use bfloat16, float16 or float32"
+        )
     return found
 
 

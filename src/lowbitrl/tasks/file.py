@@ -83,8 +83,8 @@ class FileTask:
             first.setdefault(_text(prompt), prompt)
         if self.config.held_out >= len(first):
             raise ValueError(
-                f"task.held_out = {self.config.held_out}, {self.name!r} has {len(first)} different prompts: none "
-                f"is left to train on; set task.held_out below {len(first)} (0: no held-out split)"
+                f"task.held_out = {self.config.held_out}, {self.name!r} has {len(first)} different "
+                f"prompts: none is left to train on; set it below {len(first)} (0: no held-out split)"
             )
         kept = sorted(first, key=digest)[: self.config.held_out]
         return [p for p in prompts if _text(p) not in set(kept)], [first[text] for text in kept]
@@ -136,8 +136,8 @@ class FileTask:
             return template.format(**row)
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
-                f"{where}: task.prefill = {self.config.prefill!r} failed, {type(error).__name__}: {error}; the row "
-                f"has {sorted(row)}"
+                f"{where}: task.prefill = {self.config.prefill!r} failed, {type(error).__name__}: {error}; "
+                f"the row has {sorted(row)}"
             ) from error
 
 

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +26,8 @@ from lowbitrl.tasks.rewards import call_reward, import_reward
 from lowbitrl.tasks.scorers import NUMBER_SCORERS, parse_number
 from lowbitrl.tasks.splits import digest, is_held_out
 from lowbitrl.tasks.task import Prompt, Split, check_held_out_range, encode_prompt
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 64  # positions of a split that share one seeded dataset
 TRIES = 16  # items for each position in one dataset; all on the wrong side: then the next dataset
@@ -98,7 +104,9 @@ class ReasoningGymTask:
     def _entry(self, split: Split, chunk: str, index: int) -> dict[str, Any]:
         # Held-out prompts must not move with the seed of a run.
         seed = self.config.seed if split == "train" else 0
-        return self._dataset(digest(f"{split}/{seed}/{chunk}") % 2**31)[index]
+        dataset_seed = digest(f"{split}/{seed}/{chunk}") % 2**31
+        with _global_rng(dataset_seed + index):
+            return self._dataset(dataset_seed)[index]
 
     def _make_dataset(self, seed: int) -> Any:
         try:
@@ -139,7 +147,13 @@ class ReasoningGymTask:
 
     def _own_score(self, prompt: Prompt, completion: str) -> float:
         answer = extract_answer(completion) or completion.strip()
-        return float(self._dataset(0).score_answer(answer, prompt.metadata["entry"]))
+        try:
+            return float(self._dataset(0).score_answer(answer, prompt.metadata["entry"]))
+        # Some of its scorers (prime_factorization, boxnet) raise whatever their parsing meets in a text that
+        # is no answer at all; sampled text is like that, and it must not end a run.
+        except Exception as error:
+            logger.debug("%s: scorer raised %r on %r", prompt.id, error, answer[:80])
+            return 0.0
 
     def _check_first_prompt(self) -> None:
         if self.config.prefill is True and self.name not in EXPRESSION_DATASETS:
@@ -156,6 +170,18 @@ class ReasoningGymTask:
         self.scores(prompt, "")
         if self.config.held_out:
             self._prompt_at("held_out", 0)
+
+
+@contextmanager
+def _global_rng(seed: int) -> Iterator[None]:
+    """reasoning-gym 0.1.25 draws some items (of list_functions) from Python's global generator: they would
+    depend on all that was drawn before. Seeded for one item, then put back."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _question(prompt: Prompt) -> str:
