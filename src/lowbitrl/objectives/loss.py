@@ -24,7 +24,7 @@ class PolicyLoss:
     metrics: Metrics
     """0-d tensors without gradient: `actor/*` and `rollout_corr/*`. Means over this micro-batch."""
     per_token: Tensor
-    """(B, T), weights and penalties in it, 0 outside the mask; undivided, rejected tokens still in it."""
+    """(B, T), weights and penalties in it, 0 where masked or rejected; not yet divided."""
     weights: Tensor
     """(B, T) importance weights, already in `per_token`; no gradient."""
     keep: Tensor
@@ -69,6 +69,7 @@ def policy_loss(
     ranks' gradients are averaged, divide it by their number).
     correction, level, cap, floor: see `corrections`; None is the correction's own default.
     count_rejected: whether rejected tokens still count in the denominator; None is the correction's own.
+    Otherwise they are gone: no penalty, no share in a sequence-level ratio, no gradient.
     parameters: the objective's, see `get_objective(name).parameters`.
 
     `rollout_logprobs` may be None where nothing reads it. "tbpo" reads it unless tis_cap=None, and carries
@@ -96,28 +97,33 @@ def policy_loss(
         objective, mismatch_parameters, old_logprobs, rollout_logprobs, mask, options
     )
 
-    new_BT, old_BT = zero_outside(logprobs, mask), zero_outside(old_logprobs.detach(), mask)
+    # Rejected tokens leave before anything is computed: a sequence-level ratio never sees them either.
+    kept = mask & keep
+    new_BT, old_BT = zero_outside(logprobs, kept), zero_outside(old_logprobs.detach(), kept)
     # A response without tokens has no advantage: a NaN there would reach the gradient as 0 * NaN.
-    advantages_B1 = zero_outside(advantages.detach().to(logprobs.dtype), mask.any(-1)).unsqueeze(-1)
-    surrogate = objective.surrogate(new_BT, old_BT, advantages_B1, mask, **surrogate_parameters)
+    advantages_B1 = zero_outside(advantages.detach().to(logprobs.dtype), kept.any(-1)).unsqueeze(-1)
+    surrogate = objective.surrogate(new_BT, old_BT, advantages_B1, kept, **surrogate_parameters)
     surrogate = surrogate if isinstance(surrogate, Surrogate) else Surrogate(surrogate)
-    per_token = zero_outside(weights * surrogate.loss, mask)
-    metrics = _ratio_metrics(new_BT, old_BT, mask) | clip_metrics(surrogate, advantages_B1, mask)
+    per_token = zero_outside(weights * surrogate.loss, kept)
+    metrics = {
+        "actor/tokens": mask.sum().float(),
+        "actor/pg_loss_mean": masked_mean(per_token.detach(), kept),
+    }
+    metrics |= _ratio_metrics(new_BT, old_BT, kept) | clip_metrics(surrogate, advantages_B1, kept)
     if correction != "none" or objective.mismatch is not None:
         metrics |= weight_metrics(weights, keep, mask)
-    metrics["actor/pg_loss_mean"] = masked_mean(per_token.detach(), mask & keep)
 
     if ref_logprobs is not None:
-        kl_BT = kl_estimate(logprobs, ref_logprobs.detach(), mask, kind=kl_kind)
-        metrics["actor/kl_loss"] = masked_mean(kl_BT.detach(), mask)
+        kl_BT = kl_estimate(logprobs, ref_logprobs.detach(), kept, kind=kl_kind)
+        metrics["actor/kl_loss"] = masked_mean(kl_BT.detach(), kept)
         per_token = per_token + kl_coef * kl_BT
     if entropy is not None:
-        metrics["actor/entropy"] = masked_mean(entropy.detach(), mask)
-        per_token = per_token - entropy_coef * zero_outside(entropy, mask)
+        metrics["actor/entropy"] = masked_mean(entropy.detach(), kept)
+        per_token = per_token - entropy_coef * zero_outside(entropy, kept)
 
     loss = aggregate_loss(
         per_token,
-        mask & keep,
+        kept,
         aggregate or objective.aggregate,
         counted_BT=_counted(mask, keep, correction, count_rejected),
         denominator=denominator,
@@ -196,7 +202,6 @@ def _ratio_metrics(new_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> Metrics:
         "actor/ppo_kl": masked_mean(-log_ratio_BT, mask_BT),
         "actor/ratio_mean": masked_mean(bounded_exp(log_ratio_BT), mask_BT),
         "actor/ratio_geometric_mean": masked_mean(ratio_B1, mask_BT.any(-1, keepdim=True)),
-        "actor/tokens": mask_BT.sum().float(),
     }
 
 

@@ -21,7 +21,7 @@ def gspo(
 
     Eq. 5 and 7, with the bounds of the paper's section 5.1. `token_gradient` is GSPO-token (eq. 13, 14):
     s_t = sg[s] pi_t / sg[pi_t], the same value, each token's gradient through its own probability. A response
-    has one advantage here, so both have one gradient until a correction weighs or rejects single tokens.
+    has one advantage here, so both have one gradient until a correction weighs single tokens.
     `dual_clip` adds TBPO's upper bound for A < 0 as a baseline; the paper has none.
     """
     log_ratio_BT = logprobs_BT - old_logprobs_BT
