@@ -8,7 +8,7 @@ Example, with a weight (N, K):
     w_fake = fmt.fake_quantize(weight)  # the same values, with a straight-through gradient
 """
 
-from . import fp8, nvfp4  # noqa: F401  (importing registers the formats)
+from . import fp8, int4, int8, mx, nvfp4, nvfp4_rules  # noqa: F401  (importing registers the formats)
 from .fake import fake_quantize
 from .format import Format, QuantizedTensor, get_format, known_formats
 

@@ -47,8 +47,8 @@ def token_scale(amax: Tensor) -> Tensor:
 
 
 def plain_scale(amax: Tensor) -> Tensor:
-    """amax / 448, 0 for a zero tensor."""
-    return amax / E4M3_MAX
+    """amax / 448 in the dtype it comes in, 0 for a zero tensor; stored as fp32."""
+    return (amax / E4M3_MAX).float()
 
 
 def deepgemm_scale(amax: Tensor) -> Tensor:
@@ -68,20 +68,25 @@ def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def multiply(x: Tensor, scale: Tensor) -> Tensor:
+def divide(x: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+    """x / scale in x's dtype."""
+    return x / scale.to(x.dtype)
+
+
+def multiply(x: Tensor, scale: Tensor, b: Tensor) -> Tensor:
     """x * (1 / scale); codes of a zero scale are 0."""
     return x * scale.reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
 
 
-def divide_unless_zero(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale; codes of a zero scale are 0 (the libraries that have no floor write NaN there)."""
-    return x / torch.where(scale == 0, 1.0, scale)
+def divide_unless_zero(x: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+    """As ``divide``; codes of a zero scale are 0, where the libraries that have no floor write NaN."""
+    return divide(x, torch.where(scale == 0, 1.0, scale), b)
 
 
 def eps_scale(amax: Tensor) -> Tensor:
-    """amax / 448 in the dtype it comes in, the dtype's eps for zeros."""
-    scale = amax / E4M3_MAX
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    """As ``plain_scale``, with the dtype's eps for zeros."""
+    scale = plain_scale(amax)
+    return torch.where(scale == 0, torch.finfo(amax.dtype).eps, scale)
 
 
 class Fp8Block(Blocked):
@@ -100,45 +105,44 @@ class Fp8Block(Blocked):
             )
 
     def _encode(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        scale = self._tile_scales(x, amax)
-        (qdata,) = self._map(lambda rows, s: (self._codes(rows, s),), x, _rows_of(scale, x.shape[-2]))
-        return qdata, scale.float(), None
+        b = self._tile_absmax(x, amax)
+        (qdata,) = self._map(lambda *rows: (self._codes(*rows),), x, _rows_of(b, x.shape[-2]))
+        return qdata, self.rule.scale_of(b), None
 
     def _fake(self, x: Tensor, amax: Tensor | None) -> Tensor:
-        scale = _rows_of(self._tile_scales(x, amax), x.shape[-2])
-        return self._map(lambda rows, s: (self._round(rows, s, x.dtype),), x, scale)[0]
+        return self._map(self._fake_rows(x.dtype), x, _rows_of(self._tile_absmax(x, amax), x.shape[-2]))[0]
 
     def decode(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         """Values code * scale of the tile."""
         rows = QuantizedTensor(q.qdata, _rows_of(q.scale, q.shape[-2]), None, q.shape, q.format)
         return super().decode(rows, dtype)
 
-    def _tile_scales(self, x: Tensor, amax: Tensor | None) -> Tensor:
+    def _tile_absmax(self, x: Tensor, amax: Tensor | None) -> Tensor:
         n, k = -(-x.shape[-2] // TILE), x.shape[-1] // TILE
         if amax is not None:
-            return self.rule.scale_of(self._amax_of(x, amax).expand(*x.shape[:-2], n, k))
+            return self._shared_amax(x, amax)[0].expand(*x.shape[:-2], n, k)
         (per_row,) = self._map(lambda rows: (block_absmax(rows, k),), x)
         padded = F.pad(per_row, (0, 0, 0, n * TILE - x.shape[-2]))
-        return self.rule.scale_of(padded.unflatten(-2, (n, TILE)).amax(-2))
+        return padded.unflatten(-2, (n, TILE)).amax(-2)
 
 
-def _rows_of(scale: Tensor, n: int) -> Tensor:
-    """Tile scales (..., ceil(N/128), G) -> one line of them for each row, (..., N, G)."""
-    return scale.repeat_interleave(TILE, -2)[..., :n, :]
+def _rows_of(per_tile: Tensor, n: int) -> Tensor:
+    """One value a tile (..., ceil(N/128), G) -> one line of them for each row, (..., N, G)."""
+    return per_tile.repeat_interleave(TILE, -2)[..., :n, :]
 
 
 def _ue8m0(scale_of):
     return lambda amax: round_up_to_power_of_two(scale_of(amax))
 
 
-FLOORED = Rule(token_scale, torch.div)
+FLOORED = Rule(token_scale, divide)
 VLLM_NATIVE = Rule(token_scale, multiply)
 DEEPGEMM = Rule(deepgemm_scale, multiply)
 DEEPGEMM_UE8M0 = Rule(_ue8m0(deepgemm_scale), multiply)
-CT = Rule(eps_scale, torch.div, native=True)
+CT = Rule(eps_scale, divide, native=True)
 MODELOPT = Rule(plain_scale, divide_unless_zero, native=True)
 # torchao takes amax / 448 in the input's dtype but divides in fp32.
-TORCHAO = Rule(plain_scale, lambda x, scale: divide_unless_zero(x.float(), scale.float()), native=True)
+TORCHAO = Rule(plain_scale, lambda x, scale, b: divide_unless_zero(x.float(), scale, b), native=True)
 
 
 def _family(name: str, rules: dict[str, Rule], **kwargs) -> None:
@@ -167,7 +171,7 @@ _family(
         ":ue8m0": DEEPGEMM_UE8M0,
         ":vllm-ue8m0": Rule(_ue8m0(vllm_group_scale), multiply),
         ":vllm-native": FLOORED,
-        ":vllm-native-ue8m0": Rule(_ue8m0(token_scale), torch.div),
+        ":vllm-native-ue8m0": Rule(_ue8m0(token_scale), divide),
     },
     group=TILE,
     scale_bits=32,

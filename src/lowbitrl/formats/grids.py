@@ -44,6 +44,14 @@ def round_e2m1(x: Tensor) -> Tensor:
     return torch.add(x, power, alpha=_ROUNDER).sub_(power, alpha=_ROUNDER)
 
 
+def round_e2m1_ties_to_zero(x: Tensor) -> Tensor:
+    """As ``round_e2m1`` but a value midway between two codes goes to the smaller one."""
+    values = torch.tensor(E2M1_VALUES, device=x.device)
+    # bucketize's intervals are closed on the right, which is this tie rule.
+    index = torch.bucketize(x.abs(), (values[1:] + values[:-1]) / 2)
+    return values[index] * x.sign()
+
+
 def to_e4m3(x: Tensor) -> Tensor:
     """fp32 -> ``float8_e4m3fn``, ties to even, saturating at +-448."""
     # Casting 465 gave NaN before torch 2.12 and gives 448 since: never let it decide.

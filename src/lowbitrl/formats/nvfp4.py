@@ -47,12 +47,14 @@ class Rule:
 
     global_scales(amax) -> (encode S, decode p); block_scale(b, S, p) -> E4M3; scaled(x, scale, S, p) -> x in
     units of its block's scale, before rounding to E2M1.
-    Shapes: amax, S, p () or (R, 1); b, scale (R, K/16); x (R, K/16, 16).
+    Shapes: amax, S, p () or (R, 1); b, scale (R, K/16); x (R, K/16, 16). All fp32, but amax and b come in
+    the input's dtype when native.
     """
 
     global_scales: Callable[[Tensor], tuple[Tensor, Tensor]]
     block_scale: Callable[[Tensor, Tensor, Tensor], Tensor]
     scaled: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    native: bool = False
 
 
 def encode_global(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,32 +90,38 @@ class Nvfp4(Format):
 
     def _encode(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if amax is None and self.per == "token":
-            qdata, scale, decode = map_rows(self._encode_rows, x)
+            qdata, scale, decode = self._map(self._encode_rows, x)
             return qdata, scale, decode
-        amax = absmax(x) if amax is None else amax
-        qdata, scale = map_rows(lambda *rows: self._encode_rows(*rows)[:2], x, amax)
+        amax = self._amax_of(x, amax)
+        qdata, scale = self._map(lambda *rows: self._encode_rows(*rows)[:2], x, amax)
         return qdata, scale, self.rule.global_scales(amax)[1]
 
     def _fake(self, x: Tensor, amax: Tensor | None) -> Tensor:
-        if amax is None and self.per == "tensor":
-            amax = absmax(x)
-        (out,) = map_rows(lambda *rows: self._fake_rows(x.dtype, *rows), x, *([] if amax is None else [amax]))
-        return out
+        dynamic = amax is None and self.per == "token"
+        shared = [] if dynamic else [self._amax_of(x, amax)]
+        return self._map(lambda *rows: (self._fake_rows(x.dtype, *rows),), x, *shared)[0]
+
+    def _map(self, fn: Callable[..., tuple[Tensor, ...]], x: Tensor, *others: Tensor) -> list[Tensor]:
+        return map_rows(fn, x, *others, native=self.rule.native)
+
+    def _amax_of(self, x: Tensor, amax: Tensor | None) -> Tensor:
+        amax = absmax(x) if amax is None else amax
+        return amax.to(x.dtype) if self.rule.native else amax
 
     def _encode_rows(self, x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         values, scale, decode = self._round(x, amax)
         return pack_e2m1(values).flatten(1), scale, decode
 
-    def _fake_rows(self, dtype: torch.dtype, x: Tensor, amax: Tensor | None = None) -> tuple[Tensor]:
+    def _fake_rows(self, dtype: torch.dtype, x: Tensor, amax: Tensor | None = None) -> Tensor:
         values, scale, decode = self._round(x, amax)
-        return (_apply_scales(values, from_e4m3(scale), decode, dtype).view(x.shape),)
+        return _apply_scales(values, from_e4m3(scale), decode, dtype).view(x.shape)
 
     def _round(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32 (R, K) -> E2M1 values (R, K/16, 16), E4M3 scales (R, K/16), decode global () or (R, 1)."""
+        """Rows (R, K) -> E2M1 values (R, K/16, 16), E4M3 scales (R, K/16), decode global () or (R, 1)."""
         b = block_absmax(x, x.shape[1] // BLOCK)
         encode, decode = self.rule.global_scales(row_absmax(b) if amax is None else amax)
         scale = self.rule.block_scale(b, encode, decode)
-        blocks = x.view(*b.shape, BLOCK)
+        blocks = x.view(*b.shape, BLOCK).float()
         return round_e2m1(self.rule.scaled(blocks, from_e4m3(scale), encode, decode)), scale, decode
 
     def decode(self, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
