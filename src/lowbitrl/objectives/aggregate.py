@@ -53,7 +53,7 @@ def aggregate_loss(
     counted_BT = kept_BT if counted_BT is None else counted_BT
     own = denominator_of(counted_BT, aggregate, max_tokens=max_tokens)
     total = _numerator(zero_outside(per_token_BT, kept_BT), counted_BT, aggregate)
-    divisor = torch.as_tensor(own if denominator is None else denominator, device=total.device)
+    divisor = torch.as_tensor(own if denominator is None else denominator).to(total)
     return total / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
 
 
