@@ -5,12 +5,6 @@ matrices and a Q8_0 embedding. It is decoded once into a normal BF16 checkpoint 
 (`$LOWBITRL_CACHE`, else `~/.cache/lowbitrl`), so everything downstream sees an ordinary model. Its
 weights already sit on a 4-bit grid: damage measured on it is not that of the original model.
 
-The conversion undoes two things that llama.cpp does:
-* rows of q_proj and k_proj are interleaved for its rotary layout:
-  `w_hf[h, j, i] = w_gguf[h, i, j]`, h a head, i < head_dim / 2, j < 2;
-* the pre-tokenizer is only named (`smollm`): single digits are split off, then byte-level BPE.
-  Without the digit split a run of spaces before a number is tokenized otherwise (`x  42`).
-
 A cached folder counts only if its manifest names this conversion and every file has the length and
 SHA-256 written there; anything else is made again. Writers hold a lock, build in a temporary folder
 and rename it, so a killed or concurrent conversion leaves no half-written checkpoint.
@@ -32,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from lowbitrl.gguf import gguf_to_bf16
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,10 +35,9 @@ logger = logging.getLogger(__name__)
 
 DEMO = "demo"
 DEMO_FOLDER = "smollm2-135m-instruct"
-# Part of the manifest: a change of the conversion below must change it, or old caches live on.
+# Part of the manifest: a change in gguf.py must change it, or old caches live on.
 CONVERSION = "gguf-to-bf16/1"
 MANIFEST = "lowbitrl-manifest.json"
-GGUF_CONTROL_TOKEN = 3
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -51,19 +46,6 @@ DTYPES = {
     "fp16": torch.float16,
     "float32": torch.float32,
     "fp32": torch.float32,
-}
-HF_PARTS = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 
 
@@ -175,112 +157,13 @@ def demo_gguf() -> Path:
     return paths[0]
 
 
-def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Decode a Llama-architecture GGUF with a SmolLM tokenizer into an HF checkpoint in BF16.
-
-    Weights are decoded in fp32 and rounded once. Raises ImportError without the package `gguf`,
-    ValueError for another architecture or pre-tokenizer.
-    """
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ImportError(
-            f"model {DEMO!r} is stored as GGUF, which needs the package gguf; pip install 'lowbitrl[demo]'"
-        ) from None
-    reader = GGUFReader(gguf)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    found = (fields["general.architecture"], fields["tokenizer.ggml.pre"])
-    if found != ("llama", "smollm"):
-        raise ValueError(f"{gguf}: architecture, pre-tokenizer are {found}; only ('llama', 'smollm') is read")
-    tokenizer = _tokenizer(fields)
-    _model(fields, reader.tensors).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _model(fields: dict[str, Any], tensors: list[Any]) -> PreTrainedModel:
-    from gguf import dequantize
-    from transformers import LlamaForCausalLM
-
-    config = _config(fields)
-    weights = {_hf_name(t.name): torch.tensor(dequantize(t.data, t.tensor_type)) for t in tensors}
-    for name, weight in weights.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weights[name] = _uninterleave(weight, config.head_dim)
-    model = LlamaForCausalLM(config).bfloat16()
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    if unexpected or set(missing) - {"lm_head.weight"}:
-        raise ValueError(f"the GGUF does not fill a Llama: missing {missing}, unexpected {unexpected}")
-    model.tie_weights()
-    return model
-
-
-def _config(fields: dict[str, Any]) -> Any:
-    from transformers import LlamaConfig
-
-    llama = {key.removeprefix("llama."): value for key, value in fields.items() if key.startswith("llama.")}
-    return LlamaConfig(
-        vocab_size=llama["vocab_size"],
-        hidden_size=llama["embedding_length"],
-        intermediate_size=llama["feed_forward_length"],
-        num_hidden_layers=llama["block_count"],
-        num_attention_heads=llama["attention.head_count"],
-        num_key_value_heads=llama["attention.head_count_kv"],
-        head_dim=llama["rope.dimension_count"],
-        max_position_embeddings=llama["context_length"],
-        # Stored in fp32, where 1e-5 reads 9.9999997e-06.
-        rms_norm_eps=round(llama["attention.layer_norm_rms_epsilon"], 9),
-        rope_parameters={"rope_type": "default", "rope_theta": llama["rope.freq_base"]},
-        tie_word_embeddings=True,
-        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
-        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
-        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
-    )
-
-
-def _hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight, as transformers names a Llama."""
-    *layer, part, kind = name.removeprefix("blk.").split(".")
-    return ".".join(["model", *(["layers", *layer] if layer else []), HF_PARTS[part], kind])
-
-
-def _uninterleave(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of one head (2i, 2i+1) -> (i, i + head_dim / 2). weight (heads * head_dim, in)."""
-    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerBase:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == GGUF_CONTROL_TOKEN]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    named: dict[str, Any] = {
-        k: tokens[fields[f"tokenizer.ggml.{role}_token_id"]] for k, role in roles.items()
-    }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=fields["tokenizer.chat_template"],
-        model_max_length=fields["llama.context_length"],
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
-
-
 def _write_atomically(gguf: Path, folder: Path) -> None:
     """Convert beside `folder`, then rename over it. The caller holds the lock."""
     for stale in folder.parent.glob(f"{DEMO_FOLDER}.partial-*"):
         shutil.rmtree(stale, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{DEMO_FOLDER}.partial-", dir=folder.parent))
     try:
-        convert_gguf(gguf, partial)
+        gguf_to_bf16(gguf, partial)
         manifest = {"conversion": CONVERSION, "source": gguf.name, "files": _digests(partial)}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
         shutil.rmtree(folder, ignore_errors=True)
@@ -313,9 +196,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found is None or not found.is_floating_point or found.itemsize < 2:
-        raise ValueError(
-            f"dtype {dtype!r}: not a float type of 16 bits or more; use bfloat16, float16 or float32"
-        )
+        raise ValueError(f"dtype {dtype!r}: not a float of 16 bits or more; use bfloat16, float16 or float32")
     return found
 
 
@@ -323,8 +204,8 @@ def _check_complete(name: str | Path, info: dict[str, Any]) -> None:
     lacking = sorted(info["missing_keys"]) + [str(key) for key in info.get("mismatched_keys", [])]
     if lacking:
         raise ValueError(
-            f"model {str(name)!r}: {len(lacking)} parameters of its architecture are not in the checkpoint or "
-            f"have another shape, the first {lacking[0]}; load a complete one whose config.json matches"
+            f"model {str(name)!r}: {len(lacking)} parameters of its architecture are not in the checkpoint, "
+            f"or of another shape, the first {lacking[0]}; load a complete one whose config.json matches"
         )
 
 
@@ -332,6 +213,22 @@ def _cannot_load(name: str | Path, source: Path | str, error: Exception) -> str:
     if isinstance(source, Path):
         return f"model {str(name)!r}: {source} is not a loadable checkpoint: {error}"
     return (
-        f"model {str(name)!r} is no local folder and could not be had from the Hugging Face hub: {error}; check "
+        f"model {str(name)!r} is no local folder and could not be had from the hub: {error}; check "
         f"the name and the connection, log in if it is gated, or give a checkpoint folder or {DEMO!r}"
     )
+
+
+def load_skeleton(name: str | Path) -> PreTrainedModel:
+    """The architecture of `name` on the meta device, without weights: enough to resolve a plan.
+
+    Raises what `resolve_model` raises; OSError if its config cannot be had.
+    """
+    import transformers
+
+    source = resolve_model(name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except OSError as error:
+        raise OSError(_cannot_load(name, source, error)) from error
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
