@@ -18,7 +18,8 @@ def sapo(
 ) -> Surrogate:
     """Maximize f(r_t) A with f(r) = (4 / tau) sigmoid(tau (r - 1)); tau by the sign of A (its eq. 5, 6).
 
-    f'(1) = 1, so on policy this is the plain gradient; it fades smoothly on both sides and never reaches 0.
+    f'(1) = 1, so on policy this is the plain gradient. It fades on both sides without ever being cut, until
+    the sigmoid rounds to 1 in float32 at a ratio near 18.
     The paper's temperatures; the larger tau makes tokens of negative responses fade sooner.
     Raises ValueError unless both are positive.
     """
