@@ -38,7 +38,7 @@ def band(
 def ppo_clip(
     ratio: Tensor, advantages_B1: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Surrogate:
-    """PPO's clip with separate bounds, and the dual clip of Ye et al. 2020 (eq. 5) where A < 0.
+    """PPO's clip with separate bounds, and the dual clip of Ye et al. 2020 where A < 0.
 
     min(r A, clip(r, 1-clip_low, 1+clip_high) A), and max(that, dual_clip A) for A < 0.
     Raises ValueError unless 0 <= clip_low <= 1, clip_high >= 0 and dual_clip > 1.

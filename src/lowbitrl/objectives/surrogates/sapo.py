@@ -1,4 +1,4 @@
-"""SAPO: a soft gate in place of the clip (Gao et al. 2025, "Soft Adaptive Policy Optimization")."""
+"""SAPO: a soft gate in place of the clip (Gao et al. 2025, arXiv 2511.20347)."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Surrogate:
-    """Maximize f(r_t) A with f(r) = (4 / tau) sigmoid(tau (r - 1)); tau by the sign of A (its eq. 5, 6).
+    """Maximize f(r_t) A with f(r) = (4 / tau) sigmoid(tau (r - 1)); tau by the sign of A.
 
     f'(1) = 1, so on policy this is the plain gradient. It fades on both sides without ever being cut, until
     the sigmoid rounds to 1 in float32 at a ratio near 18.
