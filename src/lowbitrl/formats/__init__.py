@@ -9,7 +9,8 @@ Example, with a weight (N, K):
 """
 
 from . import fp8, int4, int8, mx, nvfp4, nvfp4_rules  # noqa: F401  (importing registers the formats)
+from .calibration import Calibrator
 from .fake import fake_quantize
 from .format import Format, QuantizedTensor, get_format, known_formats
 
-__all__ = ["Format", "QuantizedTensor", "fake_quantize", "get_format", "known_formats"]
+__all__ = ["Calibrator", "Format", "QuantizedTensor", "fake_quantize", "get_format", "known_formats"]

@@ -139,7 +139,8 @@ FLOORED = Rule(token_scale, divide)
 VLLM_NATIVE = Rule(token_scale, multiply)
 DEEPGEMM = Rule(deepgemm_scale, multiply)
 DEEPGEMM_UE8M0 = Rule(_ue8m0(deepgemm_scale), multiply)
-CT = Rule(eps_scale, divide, native=True)
+# + 0: compressed-tensors adds a zero point, which costs a -0 its sign (a small negative keeps it).
+CT = Rule(eps_scale, lambda x, scale, b: divide(x, scale, b) + 0.0, native=True)
 MODELOPT = Rule(plain_scale, divide_unless_zero, native=True)
 # torchao takes amax / 448 in the input's dtype but divides in fp32.
 TORCHAO = Rule(plain_scale, lambda x, scale, b: divide_unless_zero(x.float(), scale, b), native=True)
