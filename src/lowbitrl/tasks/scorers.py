@@ -15,7 +15,7 @@ from decimal import Decimal
 NUMBER = re.compile(
     r"(?P<sign>(?<![0-9A-Za-z)\]}.])[-\N{MINUS SIGN}])?"
     r"[$€£]?"
-    r"(?P<digits>(?<![A-Za-z_])(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"(?P<digits>(?<![0-9A-Za-z_])(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
     r"|(?<![0-9A-Za-z_.])\.[0-9]+)"
     # A longer exponent is no number that anyone means, and Decimal refuses it.
     r"(?P<exponent>[eE][-+]?[0-9]{1,4}(?![0-9A-Za-z]))?"
