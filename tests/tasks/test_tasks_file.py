@@ -5,6 +5,7 @@ import math
 import sys
 from collections import Counter
 
+import datasets
 import pytest
 from pyarrow import Table, parquet
 
@@ -129,6 +130,44 @@ def test_errors_of_the_rows(folder, text, message):
     (folder / "bad.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         task(path="bad.jsonl", held_out=0)
+
+
+def test_files_that_are_not_what_their_name_says(folder):
+    (folder / "bad.parquet").write_text("PAR1 not")
+    with pytest.raises(ValueError, match=r"'bad.parquet' is not parquet"):
+        task(path="bad.parquet")
+    (folder / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"line 1 is not JSON"):
+        task(path="latin.jsonl")
+
+
+def test_a_hub_dataset_is_asked_for_with_the_options(folder, monkeypatch):
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append((name, options))
+        if name == "no/such":
+            raise FileNotFoundError("offline")
+        rows = datasets.Dataset.from_list(ROWS)
+        return rows if options["split"] else datasets.DatasetDict(train=rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = task(path="owner/sums", options={"name": "main"}).prompts("train", 0, 1)
+    assert asked == [("owner/sums", {"split": "train", "name": "main"})]
+    assert rows[0].metadata in ROWS
+    with pytest.raises(
+        OSError, match=r"'no/such' is no local file and load_dataset.* failed: offline; check"
+    ):
+        task(path="no/such")
+    with pytest.raises(ValueError, match=r"give no single split; name one"):
+        task(path="owner/sums", options={"split": None})
+
+
+def test_a_prefill_from_the_command_line_is_text(folder):
+    assert (TaskConfig(name="gcd", prefill="false").prefill, TaskConfig(name="gcd", prefill="=").prefill) == (
+        False,
+        "=",
+    )
 
 
 @pytest.mark.parametrize(

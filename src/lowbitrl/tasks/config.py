@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 ScorerName = Literal["last-number", "first-number", "reasoning-gym"]
 
@@ -44,6 +44,12 @@ class TaskConfig(BaseModel):
     """Prompts kept from training, the same for every seed."""
     seed: int = 0
     """Order (files) or draw (reasoning-gym) of the train prompts."""
+
+    @field_validator("prefill", mode="before")
+    @classmethod
+    def _words_are_bools(cls, value: object) -> object:
+        # From a command line everything is text, and `true` is no template.
+        return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:

