@@ -28,8 +28,8 @@ def test_values_worked_by_hand():
 
 
 def test_a_group_without_variance_teaches_nothing_and_is_counted():
-    # The mean of three 0.1 is not 0.1 in fp32: only comparing the rewards finds them equal.
-    rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    # The mean of three 0.9 is not 0.9 in fp32: only comparing the rewards finds them equal.
+    rewards = torch.tensor([0.9, 0.9, 0.9, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     for scale in ("std", "none"):
         out = group_advantages(rewards, group_size=3, scale=scale)
         assert out.advantages[[0, 1, 2, 6, 7, 8]].tolist() == [0.0] * 6

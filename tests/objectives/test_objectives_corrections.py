@@ -77,6 +77,14 @@ def test_loss_and_gradient_worked_by_hand(name, bounds, options, loss, gradient)
     assert got.flatten().tolist() == pytest.approx([*gradient, 0], abs=1e-9)
 
 
+@pytest.mark.parametrize("correction", ["mis", "icepop", "rejection"])
+def test_both_bounds_belong_to_what_is_kept(correction):
+    batch = hand_2x3()
+    batch["rollout_logprobs"] = batch["old_logprobs"]
+    out, _ = run("grpo", batch, correction=correction, floor=1.0, cap=1.0)
+    assert out.keep.all()
+
+
 def test_mis_with_gspo_is_one_line():
     batch, wide = batch_3x4(), {"clip_low": 0.9, "clip_high": 9.0}
     out, gradient = run("gspo", batch, correction="mis", level="sequence", cap=2.0, **wide)

@@ -205,6 +205,20 @@ def test_clip_metrics_count_by_sign_of_the_advantage():
     assert band.metrics["actor/outside_band_negative"].item() == 1
 
 
+def test_a_response_is_outside_when_every_valid_token_is_and_zero_advantage_has_no_sign():
+    batch = hand_2x3()
+    batch["logprobs"] = (batch["old_logprobs"] - 1).requires_grad_()
+    batch["mask"][0, 0] = 0
+    batch["advantages"][1] = -1.0
+    metrics = run("grpo", batch)[0].metrics
+    assert metrics["actor/outside_band_negative"].item() == 1
+    batch["advantages"][0] = 0.0
+    with_zero = run("grpo", batch)[0].metrics
+    assert with_zero["actor/outside_band_negative"].item() == 1
+    assert with_zero["actor/pg_clipfrac_negative"].item() == 1
+    assert with_zero["actor/pg_clipfrac_positive"].item() == 0
+
+
 def test_defaults_are_the_documented_ones():
     assert get_objective("grpo").parameters == {"clip_low": 0.2, "clip_high": 0.27, "dual_clip": None}
     assert get_objective("tbpo").parameters == {

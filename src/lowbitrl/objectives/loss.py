@@ -100,8 +100,7 @@ def policy_loss(
     # Rejected tokens leave before anything is computed: a sequence-level ratio never sees them either.
     kept = mask & keep
     new_BT, old_BT = zero_outside(logprobs, kept), zero_outside(old_logprobs.detach(), kept)
-    # A response without tokens has no advantage: a NaN there would reach the gradient as 0 * NaN.
-    advantages_B1 = zero_outside(advantages.detach().to(logprobs.dtype), kept.any(-1)).unsqueeze(-1)
+    advantages_B1 = advantages.detach().to(logprobs.dtype).unsqueeze(-1)
     surrogate = objective.surrogate(new_BT, old_BT, advantages_B1, kept, **surrogate_parameters)
     surrogate = surrogate if isinstance(surrogate, Surrogate) else Surrogate(surrogate)
     per_token = zero_outside(weights * surrogate.loss, kept)
