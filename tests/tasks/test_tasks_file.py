@@ -144,9 +144,9 @@ def test_files_that_are_not_what_their_name_says(folder):
 def test_a_hub_dataset_is_asked_for_with_the_options(folder, monkeypatch):
     asked = []
 
-    def load_dataset(name, **options):
-        asked.append((name, options))
-        if name == "no/such":
+    def load_dataset(path, **options):
+        asked.append((path, options))
+        if path == "no/such":
             raise FileNotFoundError("offline")
         rows = datasets.Dataset.from_list(ROWS)
         return rows if options["split"] else datasets.DatasetDict(train=rows)
