@@ -54,7 +54,7 @@ def test_missing_parameters_are_an_error_not_noise(checkpoint):
 def test_a_truncated_checkpoint_is_named(checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(OSError, match=r"tiny' ?: .*is not a loadable checkpoint"):
+    with pytest.raises(OSError, match=r"tiny' ?: .* cannot be loaded"):
         load_model(checkpoint)
 
 
@@ -62,6 +62,20 @@ def test_a_truncated_checkpoint_is_named(checkpoint):
 def test_dtypes_that_no_model_is_loaded_in(checkpoint, dtype):
     with pytest.raises(ValueError, match=r"dtype .* use bfloat16, float16 or float32"):
         load_model(checkpoint, dtype)
+
+
+def test_a_folder_without_a_tokenizer_is_named(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(OSError, match=r"tiny': .* cannot be loaded: .*tokenizer"):
+        load_model(checkpoint)
+
+
+def test_devices_that_are_not_there(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device 'cuda:1': .* sees no CUDA GPU; use cpu"):
+        load_model(checkpoint, device="cuda:1")
+    with pytest.raises(ValueError, match=r"device 'gpu': torch knows no such device; use cpu or cuda"):
+        load_model(checkpoint, device="gpu")
 
 
 def test_names(tmp_path, monkeypatch):
@@ -86,7 +100,9 @@ def test_names(tmp_path, monkeypatch):
 
 def test_a_hub_id_that_cannot_be_had_says_what_to_try(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError, match=r"(?s)'no-such/model-here' is no local folder .* hub: .*; check the name"):
+    with pytest.raises(
+        OSError, match=r"(?s)'no-such/model-here' is no local folder .* hub: .*; check the name"
+    ):
         load_model("no-such/model-here")
 
 

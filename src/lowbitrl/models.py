@@ -58,20 +58,20 @@ def load_model(
     """A causal language model in eval mode on `device`, and its tokenizer (with a pad token).
 
     `options` go to `AutoModelForCausalLM.from_pretrained` (`attn_implementation`, `revision`, ...).
-    Raises ValueError for a dtype that is not floating point or a checkpoint that lacks parameters of
-    its own architecture (transformers would fill them with noise), and what `resolve_model` raises;
-    OSError if a hub id cannot be had.
+    Raises ValueError for a dtype that is not floating point, a device that is not there, or a checkpoint
+    that lacks parameters of its own architecture (transformers would fill them with noise); OSError if
+    the hub id cannot be had or transformers cannot load it; and what `resolve_model` raises.
     """
     import transformers
 
-    dtype = _dtype(dtype)
+    dtype, device = _dtype(dtype), _device(device)
     source = resolve_model(name)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **options
         )
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise OSError(_cannot_load(name, source, error)) from error
     model, info = loaded
     _check_complete(name, info)
@@ -200,6 +200,18 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r}: torch knows no such device; use cpu or cuda") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {str(device)!r}: this torch ({torch.__version__}) sees no CUDA GPU; use cpu"
+        )
+    return found
+
+
 def _check_complete(name: str | Path, info: dict[str, Any]) -> None:
     lacking = sorted(info["missing_keys"]) + [str(key) for key in info.get("mismatched_keys", [])]
     if lacking:
@@ -211,7 +223,7 @@ def _check_complete(name: str | Path, info: dict[str, Any]) -> None:
 
 def _cannot_load(name: str | Path, source: Path | str, error: Exception) -> str:
     if isinstance(source, Path):
-        return f"model {str(name)!r}: {source} is not a loadable checkpoint: {error}"
+        return f"model {str(name)!r}: {source} cannot be loaded: {error}"
     return (
         f"model {str(name)!r} is no local folder and could not be had from the hub: {error}; check "
         f"the name and the connection, log in if it is gated, or give a checkpoint folder or {DEMO!r}"
