@@ -92,6 +92,8 @@ class Format(ABC):
     multiple: int = 1
     """What the last dimension must be a multiple of."""
     is_batch_invariant: bool = False
+    per: str = "row"
+    """What the coarsest scale covers: "tensor" (fused weights must share it), "token" or "row"."""
     scale_bits: float = 0.0
     """Bits of block scale per element (row and tensor scales vanish in long rows and are not counted)."""
 
@@ -124,8 +126,7 @@ class Format(ABC):
         self._validate(x, amax, name, check)
         if torch.is_grad_enabled() and x.requires_grad:
             return _StraightThrough.apply(x, self, _as_fp32(amax))  # type: ignore[no-any-return]
-        with torch.no_grad():
-            return self._fake(x, _as_fp32(amax))
+        return self._fake(x, _as_fp32(amax))
 
     def check_shape(self, shape: Iterable[int], name: str | None = None) -> None:
         """Raise ValueError if a tensor of this shape cannot be blocked, with the remedy."""
@@ -188,26 +189,29 @@ def row_absmax(x: Tensor) -> Tensor:
 
 
 def map_rows(
-    fn: Callable[..., tuple[Tensor, ...]], x: Tensor, *others: Tensor, native: bool = False, rows: int = 1
+    fn: Callable[..., tuple[Tensor, ...]], x: Tensor, *others: Tensor, native: bool = False
 ) -> list[Tensor]:
     """``fn`` over chunks of rows; outputs concatenated, with x's leading dimensions back.
 
     fn((r, K) in fp32, *others) -> tensors with r rows each. ``others`` have x's leading dimensions (any
     width) or broadcast over them as (..., 1); scalars are handed on whole. native=True leaves x's dtype
-    alone. A chunk is a multiple of ``rows`` rows.
+    alone.
     """
     lead, width = x.shape[:-1], x.shape[-1]
-    flat = x.reshape(math.prod(lead), width)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(lead), width)
     per_row = [_per_row(t, lead) for t in others]
     budget = _CHUNK_CPU if x.device.type == "cpu" else _CHUNK_ELSEWHERE
-    step = max(1, budget // max(1, width) // rows) * rows
-    pieces = []
-    for start in range(0, max(1, flat.shape[0]), step):
-        part = slice(start, start + step)
-        chunk = flat[part] if native else flat[part].float()
-        pieces.append(fn(chunk, *(t[part] if t.dim() else t for t in per_row)))
-    outputs = pieces[0] if len(pieces) == 1 else [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-    return [out.view(*lead, *out.shape[1:]) if out.dim() else out for out in outputs]
+    step = max(1, budget // max(1, width))
+    if flat.shape[0] <= step:
+        outputs = fn((flat if native else flat.float()).contiguous(), *per_row)
+    else:
+        pieces = []
+        for start in range(0, flat.shape[0], step):
+            part = slice(start, start + step)
+            chunk = (flat[part] if native else flat[part].float()).contiguous()
+            pieces.append(fn(chunk, *(t[part] if t.dim() else t for t in per_row)))
+        outputs = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+    return [out.view(*lead, *out.shape[1:]) if out.dim() and x.dim() != 2 else out for out in outputs]
 
 
 def _per_row(t: Tensor, lead: torch.Size) -> Tensor:
