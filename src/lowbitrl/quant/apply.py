@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,8 +84,12 @@ def attachment(model: nn.Module) -> Attachment:
 
 
 def real_tokens(model: nn.Module, mask: Tensor | None) -> AbstractContextManager[None]:
-    """Name the real tokens, (batch, length) bool, of the forward passes inside the `with` block."""
-    return attachment(model).tokens.real_tokens(mask)
+    """Name the real tokens, (batch, length) bool, of the forward passes inside the `with` block.
+
+    A model without a plan has nothing to tell, and is left alone.
+    """
+    attached = model.__dict__.get("lowbitrl")
+    return nullcontext() if attached is None else attached.tokens.real_tokens(mask)
 
 
 def _swap_group(attached: Attachment, layers: tuple[LayerPlan, ...], modules: list[nn.Module]) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbitrl.formats import Format, QuantizedTensor, get_format
+from lowbitrl.formats.format import absmax
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.recipe import Scope
 from lowbitrl.quant.residual import compensate
@@ -71,7 +72,7 @@ class WeightGroup:
 
 
 def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, QuantizedTensor]:
-    """Quantize a fused group with one joint absmax.
+    """Quantize a fused group; a format with a scale per tensor takes one joint absmax.
 
     Args:
         weights: (N_i, K) by module name, in the compute dtype.
@@ -79,10 +80,16 @@ def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, Quantized
     Raises:
         ValueError: NaN or Inf in a weight, naming it.
     """
-    joint = None
-    if len(weights) > 1:
-        joint = torch.stack([w.float().abs().amax() for w in weights.values()]).amax()
+    joint = _joint_absmax(weights) if len(weights) > 1 and fmt.per == "tensor" else None
     return {name: fmt.quantize(w, amax=joint, name=f"{name}.weight") for name, w in weights.items()}
+
+
+def _joint_absmax(weights: dict[str, Tensor]) -> Tensor:
+    peaks = {name: absmax(weight) for name, weight in weights.items()}
+    for name, peak in peaks.items():
+        if not torch.isfinite(peak):
+            raise ValueError(f"{name}.weight holds NaN or Inf; resume from the last good checkpoint")
+    return torch.stack(list(peaks.values())).amax()
 
 
 class ActivationSite:
@@ -162,23 +169,25 @@ class _AlignedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bytes_: QuantizedTensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, bytes_: QuantizedTensor) -> Tensor:
         ctx.save_for_backward(x, *bytes_.tensors().values())
         ctx.bytes_ = (tuple(bytes_.tensors()), bytes_.shape, bytes_.format)
-        return F.linear(x, bytes_.dequantize(x.dtype))
+        # The bias goes into the product: added after it, a BF16 output would be rounded twice.
+        return F.linear(x, bytes_.dequantize(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         grad = grads[0]
         x, *parts = ctx.saved_tensors
         names, shape, fmt = ctx.bytes_
         grad_x = grad_w = None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         if ctx.needs_input_grad[0]:
             weight = QuantizedTensor.from_tensors(dict(zip(names, parts, strict=True)), shape, fmt)
             grad_x = grad @ weight.dequantize(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        return grad_x, grad_w, None
+        return grad_x, grad_w, grad_bias, None
 
 
 class LearnerLinear(nn.Linear):
@@ -196,8 +205,7 @@ class LearnerLinear(nn.Linear):
         x = self.site(input) if self.site is not None else input
         if self.group is None:
             return F.linear(x, self.weight, self.bias)
-        y = _AlignedLinear.apply(x, self.weight, self.group.encoded()[self.plan.name])
-        return y if self.bias is None else y + self.bias
+        return _AlignedLinear.apply(x, self.weight, self.bias, self.group.encoded()[self.plan.name])
 
 
 class RolloutLinear(nn.Linear):

@@ -18,7 +18,7 @@ from torch import nn
 
 from lowbitrl.formats import get_format
 from lowbitrl.quant import topology
-from lowbitrl.quant.recipe import Recipe
+from lowbitrl.quant.recipe import Precision, Recipe
 
 SMALLER_INT4_GROUPS = (128, 64, 32, 16)
 
@@ -111,7 +111,8 @@ class Plan:
 
     def summary(self) -> str:
         """Counts, share of weights quantized, digest: the line printed at start."""
-        total = sum(_numel(layer) for layer in self.layers)
+        # A head tied to the embedding is a row of its own, but no weights of its own.
+        total = sum(_numel(layer) for layer in self.layers if layer.reason != topology.TIED)
         low = sum(_numel(layer) for layer in self.layers if layer.weight)
         return (
             f"plan {self.digest}: {len(self.quantized)} of {len(self.layers)} modules quantized, "
@@ -180,7 +181,7 @@ def _decide(
         return LayerPlan(name, shape, reason=kept[name])
     if recipe.rollout == "bf16":
         return LayerPlan(name, shape, reason="rollout is bf16")
-    weight = _fit(recipe.precision.weight, shape)
+    weight = _fit(recipe.precision, shape)
     for format_name in (weight, recipe.precision.activation):
         if format_name is not None:
             get_format(format_name).check_shape(shape, name=name)
@@ -190,17 +191,23 @@ def _decide(
         shape,
         weight=weight,
         activation=recipe.precision.activation,
-        learner_weight=_fit(learner.weight, shape),
+        learner_weight=weight if learner.weight else None,
         learner_activation=learner.activation,
         residual=recipe.residual,
         group=group_of[name],
     )
 
 
-def _fit(name: str | None, shape: tuple[int, ...]) -> str | None:
-    """int4 recipes take the largest group that divides the width; other formats are as named."""
-    if name != "int4-g128":
-        return name
+def _fit(precision: Precision, shape: tuple[int, ...]) -> str | None:
+    """The weight format for one shape; int4 recipes alone adapt to it.
+
+    The largest group that divides the width; under FP8 activations also the group-scale
+    re-encoding of the Hopper kernel, which runs only where both sides are multiples of 128.
+    """
+    if precision.weight != "int4-g128":
+        return precision.weight
+    if precision.activation and all(size % 128 == 0 for size in shape):
+        return "int4-g128:w4a8"
     group = next((g for g in SMALLER_INT4_GROUPS if shape[-1] % g == 0), SMALLER_INT4_GROUPS[-1])
     return f"int4-g{group}"
 

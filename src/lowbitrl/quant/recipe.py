@@ -24,7 +24,7 @@ class Precision:
 PRECISIONS: dict[str, Precision] = {
     "bf16": Precision(None, None),
     "fp8": Precision("fp8-channel", "fp8-token"),
-    "fp8-block": Precision("fp8-block", "fp8-block"),
+    "fp8-block": Precision("fp8-block", "fp8-1x128"),
     "int8": Precision("int8-channel", "int8-token"),
     "int4": Precision("int4-g128", None),
     "int4-fp8": Precision("int4-g128", "fp8-token"),

@@ -18,6 +18,7 @@ FUSED_SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 ROUTER_LEAVES = ("gate", "router")
+TIED = "output head, tied to the embedding"
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
@@ -87,13 +88,14 @@ def kept_by_default(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     reasons = {}
     for name in names:
         if modules[name] is head:
-            reasons[name] = "output head"
+            tied = tied_to_embedding(model, head)
+            reasons[name] = TIED if tied else "output head"
         elif name.rpartition(".")[2] in ROUTER_LEAVES:
             reasons[name] = "router"
     return reasons
 
 
-def tied_to_embedding(model: nn.Module, module: nn.Linear) -> bool:
+def tied_to_embedding(model: nn.Module, module: nn.Module) -> bool:
     """Whether `module` shares its weight with the input embedding."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    return embedding is not None and getattr(embedding, "weight", None) is module.weight
+    return embedding is not None and getattr(embedding, "weight", None) is getattr(module, "weight", embedding)
