@@ -71,7 +71,7 @@ def load_model(
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **options
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise OSError(_cannot_load(name, source, error)) from error
     model, info = loaded
     _check_complete(name, info)
