@@ -12,7 +12,7 @@ from oracle_bytes import NVFP4_CASES, assert_same, load, nvfp4_input, positive_z
 from torch import Tensor
 
 from lowbitrl.formats import QuantizedTensor, get_format
-from lowbitrl.formats.grids import from_e2m1_bytes, from_e4m3, round_e2m1, to_e4m3
+from lowbitrl.formats.grids import from_e2m1_bytes, from_e4m3, quotient, round_e2m1, to_e4m3
 from lowbitrl.formats.int4 import w4a8, w4a8_scales
 from lowbitrl.formats.mx import floor_scale
 from lowbitrl.formats.packing import (
@@ -51,7 +51,9 @@ def decode_scale(lib: str, stored: Tensor) -> Tensor:
     if lib in ("vllm_emu", "ct"):
         return 1 / stored
     if lib == "te_ref":
-        return 1 / torch.where(stored == 0, 1.0, (2688 / stored).clamp(max=torch.finfo(torch.float32).max))
+        return 1 / torch.where(
+            stored == 0, 1.0, quotient(2688.0, stored).clamp(max=torch.finfo(torch.float32).max)
+        )
     return stored
 
 
@@ -282,3 +284,11 @@ def test_swizzle(shape):
 def test_nibbles_round_trip():
     codes = torch.randint(0, 16, (5, 4, 32), dtype=torch.uint8)
     assert_same(unpack_nibbles(pack_nibbles(codes)), codes, "nibbles")
+
+
+def test_a_division_is_one_rounding():
+    # torch's number / tensor is two, and tensor / number is a multiplication on CUDA.
+    x = torch.rand(10_000) + 0.5
+    assert_same(quotient(2688.0, x), (2688.0 / x.double()).float(), "number / tensor")
+    assert_same(quotient(x, 448.0), (x.double() / 448.0).float(), "tensor / number")
+    assert not torch.equal(quotient(2688.0, x), 2688.0 / x)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .blocked import Blocked, Rule, block_absmax
 from .format import QuantizedTensor, alias, register
-from .grids import E4M3, E4M3_MAX
+from .grids import E4M3, E4M3_MAX, quotient
 
 TILE = 128
 # vLLM's floor on dynamic per-token scales: a row this quiet would only amplify noise.
@@ -43,22 +43,22 @@ DEEPGEMM_FLOOR, VLLM_GROUP_FLOOR = 1e-4, 1e-10
 
 def token_scale(amax: Tensor) -> Tensor:
     """max(amax / 448, 1 / (448 * 512))."""
-    return (amax / E4M3_MAX).clamp_(min=TOKEN_FLOOR)
+    return quotient(amax, E4M3_MAX).clamp_(min=TOKEN_FLOOR)
 
 
 def plain_scale(amax: Tensor) -> Tensor:
     """amax / 448 in the dtype it comes in, 0 for a zero tensor; stored as fp32."""
-    return (amax / E4M3_MAX).float()
+    return quotient(amax, E4M3_MAX).float()
 
 
 def deepgemm_scale(amax: Tensor) -> Tensor:
     """max(amax, 1e-4) / 448."""
-    return amax.clamp(min=DEEPGEMM_FLOOR) / E4M3_MAX
+    return quotient(amax.clamp(min=DEEPGEMM_FLOOR), E4M3_MAX)
 
 
 def vllm_group_scale(amax: Tensor) -> Tensor:
     """max(amax, 1e-10) / 448."""
-    return amax.clamp(min=VLLM_GROUP_FLOOR) / E4M3_MAX
+    return quotient(amax.clamp(min=VLLM_GROUP_FLOOR), E4M3_MAX)
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:

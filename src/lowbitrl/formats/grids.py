@@ -34,6 +34,18 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BITS = 0x7F800000
 
 
+def quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a / b, one IEEE division on every device; one of them may be a number.
+
+    torch's own operators are not that: ``tensor / number`` multiplies by the reciprocal on CUDA, and
+    ``number / tensor`` is ``reciprocal() * number`` everywhere. A quarter of all values differ in the last bit.
+    """
+    if isinstance(a, Tensor):
+        return a / (b if isinstance(b, Tensor) else a.new_full((), b))
+    assert isinstance(b, Tensor)
+    return b.new_full((), a) / b
+
+
 def _round_mantissa(x: Tensor, bits: int, min_normal: float) -> Tensor:
     """fp32 -> nearest number of ``bits`` mantissa bits, ties to even, in place; no steps finer than min_normal's."""
     # In a subnormal range the step stays that of the least normal number, hence the floor on the power of two.

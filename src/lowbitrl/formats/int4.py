@@ -6,7 +6,7 @@
     :torchao               amax / 7.5 [dtype], tiny for 0      clamp(round(x * (1 / scale) [dtype]), -8, 7)
     :torchao-noclip        max(-min / 8, max / 7) [dtype]      as :torchao
     :modelopt              amax / 7                            clamp(round(x / scale), -8, 7)
-    :modelopt-tensor       amax / 7 [dtype]                    clamp(round(x * (7 / amax) [dtype]), -8, 7)
+    :modelopt-tensor       amax / 7 [dtype]                    clamp(round(x * (7 * (1/amax)) [dtype]), -8, 7)
 
 [dtype] means computed, and for scales stored, in the input's dtype; the rest is fp32. amax / 7.5 uses all
 sixteen codes (5% less error than / 7) but puts every group's largest element exactly on the tie 7.5, so that
@@ -32,7 +32,7 @@ from torch import Tensor
 from .blocked import Blocked, Rule
 from .format import QuantizedTensor, map_rows, register, row_absmax
 from .fp8 import divide, divide_unless_zero, token_scale
-from .grids import from_e4m3, int4_grid, to_e4m3
+from .grids import from_e4m3, int4_grid, quotient, to_e4m3
 
 GROUPS = (128, 64, 32, 16)
 FULL = 7.5
@@ -40,18 +40,18 @@ FULL = 7.5
 
 def our_scale(amax: Tensor) -> Tensor:
     """bf16(amax / 7.5)."""
-    return (amax / FULL).bfloat16()
+    return quotient(amax, FULL).bfloat16()
 
 
 def ct_scale(amax: Tensor) -> Tensor:
     """amax / 7.5, the dtype's eps for zeros."""
-    scale = amax / FULL
+    scale = quotient(amax, FULL)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def torchao_scale(amax: Tensor) -> Tensor:
     """max(amax / 7.5, the smallest normal fp32)."""
-    return (amax / FULL).clamp(min=torch.finfo(torch.float32).tiny)
+    return quotient(amax, FULL).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _noclip_scale(scale: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _noclip_scale(scale: Tensor) -> Tensor:
 
 def seventh(amax: Tensor) -> Tensor:
     """amax / 7."""
-    return amax / 7.0
+    return quotient(amax, 7.0)
 
 
 def times_reciprocal(x: Tensor, scale: Tensor, b: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ def times_reciprocal(x: Tensor, scale: Tensor, b: Tensor) -> Tensor:
 
 
 def times_seven_over_amax(x: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
-    """x * (7 / amax); codes of a zero group are 0."""
-    return x * (7.0 / amax).nan_to_num(nan=float("nan"), posinf=0.0)
+    """x * (7 * (1 / amax)), each step in x's dtype; codes of a zero group are 0."""
+    return x * (amax.reciprocal() * 7.0).nan_to_num(nan=float("nan"), posinf=0.0)
 
 
 class NoClip(Blocked):
@@ -78,10 +78,10 @@ class NoClip(Blocked):
 
     def _measure(self, x: Tensor, amax: Tensor | None) -> Tensor:
         if amax is not None:
-            return super()._measure(x, amax / 7.0)
+            return super()._measure(x, quotient(amax, 7.0))
         groups = x.unflatten(1, (x.shape[1] // self.multiple, self.multiple))
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
-        return torch.maximum(-low / 8.0, high / 7.0)
+        return torch.maximum(-low / 8.0, quotient(high, 7.0))
 
 
 def w4a8_scales(scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,24 +20,24 @@ from torch import Tensor
 from .blocked import Blocked, Rule
 from .format import alias, register
 from .fp8 import divide
-from .grids import int8_grid
+from .grids import int8_grid, quotient
 
 LEVELS = 127.0
 
 
 def vllm_scale(amax: Tensor) -> Tensor:
     """amax / 127."""
-    return amax / LEVELS
+    return quotient(amax, LEVELS)
 
 
 def times_inverse(x: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
     """x * (127 / amax); codes of a zero row are 0."""
-    return x * (LEVELS / amax).nan_to_num(nan=float("nan"), posinf=0.0)
+    return x * quotient(LEVELS, amax).nan_to_num(nan=float("nan"), posinf=0.0)
 
 
 def ct_scale(amax: Tensor) -> Tensor:
     """amax / 127.5 in the dtype it comes in, the dtype's eps for zeros."""
-    scale = amax / (LEVELS + 0.5)
+    scale = quotient(amax, LEVELS + 0.5)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 

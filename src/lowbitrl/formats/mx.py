@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .blocked import Blocked, Rule
 from .format import alias, register
-from .grids import E2M1, E2M1_MAX, E4M3, E4M3_MAX, round_e2m1_ties_to_zero
+from .grids import E2M1, E2M1_MAX, E4M3, E4M3_MAX, quotient, round_e2m1_ties_to_zero
 from .packing import pack_e2m1
 
 BLOCK = 32
@@ -62,7 +62,7 @@ def even_scale(top: int, mantissa: int) -> Callable[[Tensor], Tensor]:
 
 def ceil_scale(largest: float) -> Callable[[Tensor], Tensor]:
     """Least power of two that brings b within ``largest``."""
-    return lambda b: _byte((_bits(b.float() / largest) + 0x7FFFFF) >> 23)
+    return lambda b: _byte((_bits(quotient(b.float(), largest)) + 0x7FFFFF) >> 23)
 
 
 def unscale(x: Tensor, byte: Tensor, b: Tensor) -> Tensor:
