@@ -15,7 +15,7 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lowbitrl import models
-from lowbitrl.models import demo_checkpoint, load_model, resolve_model
+from lowbitrl.models import demo_checkpoint, load_model, load_skeleton, resolve_model
 
 
 @pytest.fixture
@@ -67,6 +67,16 @@ def test_a_folder_without_a_tokenizer_is_named(checkpoint):
     (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(OSError, match=r"tiny': .* cannot be loaded: "):
         load_model(checkpoint)
+
+
+def test_a_skeleton_has_the_shapes_and_no_weights(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    skeleton = load_skeleton(checkpoint)
+    assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+    assert skeleton.model.layers[0].mlp.up_proj.weight.shape == (32, 32)
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(OSError, match=r"tiny' ?: .* cannot be loaded"):
+        load_skeleton(checkpoint)
 
 
 def test_devices_that_are_not_there(checkpoint, monkeypatch):
