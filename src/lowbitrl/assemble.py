@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowbitrl.config import RunConfig
+from lowbitrl.evaluation import Evaluation, evaluate
 from lowbitrl.models import load_model
 from lowbitrl.quant import Plan, prepare
 from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.runs import RunFolder, environment
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
-from lowbitrl.tasks import Task, check_lengths
+from lowbitrl.tasks import Task, check_lengths, make_task
 from lowbitrl.trainer import Trainer, checkpoint
 from lowbitrl.trainer.logprobs import response_logprobs
 
@@ -143,3 +144,27 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device={name!r}, but torch finds no CUDA device here; use 'auto' or 'cpu'")
     return device
+
+
+def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluation:
+    """Held-out figures of the recipe's model, or of a run's checkpoint, under its rollout precision.
+
+    Raises:
+        ValueError: the checkpoint is damaged or of another model.
+    """
+    task = make_task(config.task)
+    device = pick_device(config.model.device)
+    model, tokenizer = load_model(config.model.name, config.model.dtype, device)
+    if saved is not None:
+        checkpoint.load_masters(saved, model)
+    say(prepare(model, config.recipe, "rollout").summary())
+    return evaluate(
+        EmbeddedEngine(model, config.rollout.scheduler, config.rollout.max_batch),
+        task,
+        tokenizer,
+        count=config.evaluation.count or None,
+        n=config.evaluation.samples,
+        sampling=config.rollout.sampling(),
+        k=config.evaluation.k,
+        seed=config.seed,
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lowbitrl.trainer.optim import MasterOptimizer
 
@@ -75,6 +76,24 @@ def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
             return Checkpoint(path, json.loads((path / "state.json").read_text())), damaged
         damaged.append(f"{path} is damaged ({fault}) and was skipped")
     return None, damaged
+
+
+@torch.no_grad()
+def load_masters(path: Path, model: nn.Module) -> None:
+    """Put a checkpoint's weights into `model`, cast to its dtype.
+
+    Raises:
+        ValueError: the folder is damaged, or of another model.
+    """
+    fault = _fault(path)
+    if fault is not None:
+        raise ValueError(f"checkpoint {path} is damaged ({fault}); give a step-* folder of a run")
+    masters, parameters = load_file(path / "masters.safetensors"), dict(model.named_parameters())
+    if masters.keys() != parameters.keys():
+        odd = next(iter(masters.keys() ^ parameters.keys()))
+        raise ValueError(f"checkpoint {path} is of another model: {odd} is on one side only")
+    for name, parameter in parameters.items():
+        parameter.copy_(masters[name])
 
 
 def _steps(folder: Path) -> list[Path]:

@@ -130,7 +130,7 @@ class Trainer:
         _refuse_dropout(model)
         model.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _enable_checkpointing(model)
         self.optimizer = MasterOptimizer(model, optimizer)
 
     @torch.no_grad()
@@ -261,6 +261,15 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
             raise ValueError(
                 f"config.{field}={value}: dropout makes the trained policy differ from the published one; set it to 0"
             )
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    # transformers 5.24 renamed this method and its argument, and warns about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

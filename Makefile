@@ -1,0 +1,33 @@
+# Everything builds in .venv, which is made when it is missing or when its inputs have changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup demo test test-all check clean
+
+help:
+	@echo "make demo      train SmolLM2-135M with 4-bit rollouts, twice, and compare (CPU, minutes)"
+	@echo "make test      the fast tests      make test-all  with the slow ones"
+	@echo "make check     lint, format, types"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml requirements.txt scripts/setup.sh
+	PYTHON=$(PYTHON) sh scripts/setup.sh $(VENV)
+
+demo: setup
+	$(BIN)/lowbitrl demo
+
+test: setup
+	$(BIN)/pytest -m "not slow"
+
+test-all: setup
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

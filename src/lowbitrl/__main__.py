@@ -1,0 +1,5 @@
+"""`python -m lowbitrl` is the command line."""
+
+from lowbitrl.cli import main
+
+main()

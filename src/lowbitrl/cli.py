@@ -1,0 +1,104 @@
+"""The command line: `lowbitrl COMMAND`. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+console = Console(soft_wrap=True)
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+RecipeFile = Annotated[Path, typer.Argument(help="a TOML recipe, as in recipes/*.toml")]
+
+
+@app.command(context_settings=PASS_THROUGH)
+def train(
+    context: typer.Context,
+    recipe: RecipeFile,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")] = False,
+) -> None:
+    """Run a recipe. Any setting can be overridden: --trainer.steps 50 --recipe.residual 1.0."""
+    from lowbitrl.config import load_config
+    from lowbitrl.diagnose.report import write_report
+    from lowbitrl.loop import train as run
+
+    config = load_config(recipe, context.args)
+    folder = run(config, resume, say=_say)
+    _say(f"report {write_report([folder])}")
+
+
+@app.command(context_settings=PASS_THROUGH)
+def evaluate(
+    context: typer.Context,
+    recipe: RecipeFile,
+    checkpoint: Annotated[Path | None, typer.Option(help="a run's checkpoint folder")] = None,
+) -> None:
+    """Score a recipe's model on its held-out prompts, as the rollout engine serves it."""
+    from lowbitrl.assemble import evaluate_recipe
+    from lowbitrl.config import load_config
+
+    result = evaluate_recipe(load_config(recipe, context.args), checkpoint, say=_say)
+    for name, value in result.metrics().items():
+        _say(f"{name:28} {value:.4f}")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")],
+    recipe: Annotated[Path, typer.Option(help="a TOML recipe; its [recipe] section is used")],
+) -> None:
+    """Print every module of a model with its formats on both sides, or why it is left alone."""
+    from lowbitrl.config import load_config
+    from lowbitrl.models import load_skeleton
+    from lowbitrl.quant import resolve
+
+    console.print(resolve(load_config(recipe).recipe, load_skeleton(model)).table(), highlight=False)
+
+
+@app.command()
+def report(runs: Annotated[list[Path], typer.Argument(help="run folders, compared side by side")]) -> None:
+    """Redraw figures and report.html from the metrics of one or more runs, finished or not."""
+    from lowbitrl.diagnose.report import write_report
+
+    _say(f"report {write_report(runs)}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder of the two runs and their report")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(help="training steps of each run; 0 takes the recipes' own")] = 0,
+    recipes: Annotated[Path, typer.Option(help="folder of demo-quads.toml and demo-naive.toml")] = Path("recipes"),
+) -> None:
+    """Train SmolLM2-135M twice with 4-bit rollouts, QUADS and naive, and compare."""
+    from lowbitrl.demo import run_demo
+
+    run_demo(out, steps, recipes, say=_say)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what can run here, and why the rest can't."""
+    from lowbitrl.doctor import diagnose_machine
+
+    for line in diagnose_machine():
+        console.print(line, highlight=False)
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False)
+
+
+def main() -> None:
+    """Entry point: errors that a user can mend are one red message, everything else is a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, ImportError) as error:
+        console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        raise SystemExit(2) from error
+    except RuntimeError as error:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        console.print(f"error: {error}\n{notes}", style="red", highlight=False, markup=False)
+        raise SystemExit(1) from error

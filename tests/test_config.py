@@ -1,0 +1,71 @@
+import pytest
+
+from lowbitrl.config import ConfigError, load_config, parse_overrides, validate
+
+TASK = {"task": {"name": "chain_sum", "scorer": "last-number"}}
+
+
+def test_sections_are_the_parts_own_configs(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('seed = 3\n[task]\nname = "chain_sum"\n[recipe]\nrollout = "nvfp4"\nresidual = 0.5\n')
+    config = load_config(path, ["--trainer.steps", "7", "--recipe.residual=1.0", "--out", "runs/x", "--optimizer.betas", "[0.8, 0.9]"])
+    assert (config.seed, config.trainer.steps, config.recipe.residual, config.out) == (3, 7, 1.0, "runs/x")
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"trainer": {"stpes": 3}}, r"trainer\.stpes is not a known key; did you mean 'steps'\?"),
+        ({"recipe": {"residul": 0.5}}, r"recipe\.residul is not a known key; did you mean 'residual'\?"),
+        ({"recpie": {}}, r"recpie is not a known key; did you mean 'recipe'\?"),
+        ({"task": {"name": "chain_sum", "zzz": 1}}, r"task\.zzz is not a known key; known keys: "),
+        ({"trainer": {"steps": "many"}}, r"trainer\.steps = 'many'"),
+        ({"trainer": {"steps": 0}}, r"trainer\.steps = 0: .*greater than or equal to 1"),
+        ({"recipe": {"rollout": "fp8", "residual": 0.5}}, r"recipe: residual=0\.5 repairs FP4 activations"),
+        ({"objective": {"name": "tbop"}}, r"objective: .*tbpo"),
+        ({"objective": {"parameters": {"eps_hihg": 1}}}, r"objective: .*eps_high"),
+        ({"rollout": {"samples": 1}}, r"rollout\.samples=1 makes every group's advantage 0"),
+        ({"trainer": {"mini_batch": 7}}, r"mini_batch=7 does not divide the batch of 256"),
+        ({"evaluation": {"k": 9}}, r"k=9 of pass@k is more than samples=4"),
+        (
+            {"recipe": {"rollout": "nvfp4", "residual": 0.5}, "rollout": {"scheduler": "continuous"}},
+            r"use scheduler='batch' or recipe\.residual_scope='token'",
+        ),
+    ],
+)
+def test_mistakes_are_named_with_the_remedy(data, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(TASK | data)
+
+
+def test_a_missing_task_is_named():
+    with pytest.raises(ConfigError, match="task"):
+        validate({})
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = 3")
+    with pytest.raises(ConfigError, match="cannot be read as TOML"):
+        load_config(tmp_path / "bad.toml")
+
+
+def test_overrides_are_toml_values_or_strings():
+    pairs = parse_overrides(["--a.b", "3", "--c=true", "--d", "word", "--e", "[1, 2]", "--f", "-1", "--g", "1e-5"])
+    assert dict(pairs) == {"a.b": 3, "c": True, "d": "word", "e": [1, 2], "f": -1, "g": 1e-5}
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(["steps", "3"], "is not an option"), (["--a.b"], "needs a value"), (["--a", "--b", "1"], "needs a value")])
+def test_overrides_that_are_none(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_overrides(arguments)
+
+
+def test_overriding_a_value_as_if_it_were_a_section(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('seed = 3\n[task]\nname = "chain_sum"\n')
+    with pytest.raises(ConfigError, match="seed is a value, not a section"):
+        load_config(path, ["--seed.x", "1"])

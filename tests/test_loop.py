@@ -1,0 +1,262 @@
+"""Whole runs: what they leave behind, resuming to the bit, stopping in good order."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from lowbitrl import collect, loop
+from lowbitrl.assemble import evaluate_recipe
+from lowbitrl.loop import train
+from lowbitrl.quant import PRECISIONS
+from lowbitrl.runs import read_metrics
+from lowbitrl.sync.sentinel import SentinelError
+from lowbitrl.trainer.trainer import NonFiniteError
+from tests.tiny_run import config
+
+quiet = lambda line: None  # noqa: E731
+
+
+def lasting(folder):
+    """Metrics without wall-clock times."""
+    return [{k: v for k, v in line.items() if not k.startswith("timing/")} for line in read_metrics(folder)]
+
+
+def test_a_run_leaves_everything_needed_to_read_and_repeat_it(tmp_path):
+    said = []
+    folder = train(config(tmp_path), say=said.append)
+    names = {p.name for p in folder.iterdir()}
+    assert {"config.json", "plan.json", "environment.json", "metrics.jsonl", "rollouts", "checkpoints"} <= names
+    assert json.loads((folder / "config.json").read_text())["recipe"]["residual"] == 0.5
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["digest"] in said[1]
+    assert sum(layer["weight"] == "nvfp4" for layer in plan["layers"]) == 14
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == [-1, 0, 1, 2, 3]
+    assert [line["step"] for line in lines if "eval/pass@2" in line] == [-1, 1, 3]
+    for line in lines[1:]:
+        assert {
+            "reward/mean",
+            "mismatch/abs_mean",
+            "rollout_corr/k3_kl",
+            "actor/grad_norm",
+            "quant/changed_codes",
+            "sync/sentinel",
+            "timing/gen",
+            "rollout/repetition",
+        } <= line.keys()
+        assert line["sync/version"] == line["step"] + 1
+    rows = [json.loads(text) for text in (folder / "rollouts" / "step-000000.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert all(len(r["token_ids"]) == len(r["rollout_logprobs"]) and r["version"] == 0 for r in rows)
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000004"]
+    assert 0 < sum(line["quant/changed_codes"] for line in lines[1:])
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
+    one, same, other = (
+        lasting(train(config(tmp_path, name, seed=seed), say=quiet)) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert one == same
+    assert one != other
+
+
+@pytest.mark.parametrize(("optimizer", "objective"), [("adamw", "tbpo"), ("muon", "grpo")])
+def test_resuming_continues_to_the_bit(tmp_path, optimizer, objective):
+    sections = {
+        "optimizer": {"name": optimizer, "warmup_steps": 3},
+        "objective": {"name": objective},
+        "trainer": {"steps": 4, "mini_batch": 8},
+        "checkpoint": {"every": 1, "keep": 9},
+    }
+    whole = train(config(tmp_path, "whole", **sections), say=quiet)
+    part = train(config(tmp_path, "part", **sections), say=quiet)
+    for path in (part / "checkpoints").iterdir():
+        if path.name > "step-000002":
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+    said = []
+    train(config(tmp_path, "part", **sections), resume=True, say=said.append)
+    assert any("resumed from" in line and "step-000002" in line for line in said)
+    assert lasting(part) == lasting(whole)
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint_to_go_on_from(tmp_path, monkeypatch):
+    whole = train(config(tmp_path, "whole"), say=quiet)
+    step = loop._step
+
+    def interrupting(config, parts, run, number):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(config, parts, run, number)
+
+    monkeypatch.setattr(loop, "_step", interrupting)
+    said = []
+    part = train(config(tmp_path, "part"), say=said.append)
+    assert any("interrupted after step 2; saved" in line for line in said)
+    monkeypatch.setattr(loop, "_step", step)
+    train(config(tmp_path, "part"), resume=True, say=quiet)
+    assert lasting(part) == lasting(whole)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):
+    def impatient(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(loop, "_step", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(tmp_path), say=quiet)
+
+
+def test_nan_stops_with_step_batch_and_last_good_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
+    to_batch = collect.to_batch
+    calls = []
+
+    def poisoned(run_config, samples):
+        batch, metrics = to_batch(run_config, samples)
+        calls.append(1)
+        if len(calls) == 3:
+            batch.advantages[0] = torch.nan
+        return batch, metrics
+
+    monkeypatch.setattr(collect, "to_batch", poisoned)
+    run = config(tmp_path, checkpoint={"every": 1})
+    with pytest.raises(NonFiniteError, match="at step 2, in a batch of 16 responses") as caught:
+        train(run, say=quiet)
+    note = caught.value.__notes__[0]
+    assert "step 3 stopped the run" in note
+    assert "last good checkpoint: " in note
+    assert "step-000002" in note
+    assert [line["step"] for line in read_metrics(run.out)] == [-1, 0, 1]
+    monkeypatch.setattr(collect, "to_batch", to_batch)
+    train(run, resume=True, say=quiet)
+    assert lasting(tmp_path / "run") == lasting(train(config(tmp_path, "clean"), say=quiet))
+
+
+def test_a_faulty_update_is_caught_and_the_layer_named(tmp_path, monkeypatch):
+    from lowbitrl.rollout.embedded import EmbeddedEngine
+
+    update = EmbeddedEngine.update
+
+    def stale_cache(self, stream, manifest):
+        update(self, stream, manifest)
+        if manifest.version == 2:
+            self.model.model.layers[1].mlp.down_proj.weight.data *= 8
+
+    monkeypatch.setattr(EmbeddedEngine, "update", stale_cache)
+    run = config(tmp_path, recipe={"rollout": "nvfp4-w4a16", "residual": 0.0}, sentinel={"slack": 0.1})
+    with pytest.raises(SentinelError, match=r"version 2.*model\.layers\.1\.mlp\.down_proj adds most"):
+        train(run, say=quiet)
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(tmp_path):
+    run = config(tmp_path, checkpoint={"every": 1, "keep": 9})
+    folder = train(run, say=quiet)
+    file = folder / "checkpoints" / "step-000004" / "masters.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    (folder / "checkpoints" / "step-000003" / "optimizer.pt").write_bytes(b"short")
+    before, said = lasting(folder), []
+    train(run, resume=True, say=said.append)
+    assert any("step-000004 is damaged (masters.safetensors does not match its checksum)" in line for line in said)
+    assert any("step-000003 is damaged (optimizer.pt has 5 bytes" in line for line in said)
+    assert lasting(folder) == before
+
+
+def test_a_used_or_locked_or_unwritable_folder_is_refused_before_any_work(tmp_path, monkeypatch):
+    run = config(tmp_path)
+    train(run, say=quiet)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(FileExistsError, match="already holds a run; continue it with --resume"):
+        train(run, say=quiet)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match="cannot be written"):
+        train(config(tmp_path, "file"), say=quiet)
+    with pytest.raises(FileNotFoundError, match="holds no run to resume"):
+        train(config(tmp_path, "fresh"), resume=True, say=quiet)
+
+
+def test_two_writers_cannot_share_a_folder(tmp_path):
+    from lowbitrl.runs import RunFolder
+
+    with RunFolder(tmp_path / "r"), pytest.raises(FileExistsError, match="in use by another process"):
+        RunFolder(tmp_path / "r")
+
+
+def test_resuming_under_another_recipe_is_refused(tmp_path):
+    train(config(tmp_path), say=quiet)
+    with pytest.raises(ValueError, match="resume with the recipe in the run's config.json"):
+        train(config(tmp_path, recipe={"residual": 1.0}), resume=True, say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"name": "/nowhere/model"}}, "/nowhere/model"),
+        ({"task": {"path": "/nowhere/prompts.jsonl"}}, "/nowhere/prompts.jsonl"),
+        ({"task": {"reward": "tests.tiny_run:no_such"}}, "no_such"),
+        ({"task": {"max_prompt_tokens": 1}}, "max_prompt_tokens"),
+        ({"model": {"device": "cuda:7"}}, "cuda"),
+    ],
+)
+def test_bad_input_is_refused_before_the_run_folder_says_anything(tmp_path, sections, message):
+    if "device" in sections.get("model", {}) and torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
+    run = config(tmp_path, **sections)
+    with pytest.raises((ValueError, OSError, ImportError), match=message):
+        train(run, say=quiet)
+    assert not (tmp_path / "run" / "config.json").exists()
+    train(config(tmp_path, trainer={"steps": 1}), say=quiet)
+
+
+@pytest.mark.parametrize("rollout", sorted(set(PRECISIONS) - {"fp8-block"}))
+@pytest.mark.parametrize("learner", ["weights", "full"])
+def test_every_precision_trains(tmp_path, rollout, learner):
+    recipe = {"rollout": rollout, "learner": learner, "residual": 0.0}
+    folder = train(config(tmp_path, recipe=recipe, trainer={"steps": 2}), say=quiet)
+    last = read_metrics(folder)[-1]
+    assert last["actor/grad_norm"] > 0
+    assert 0 <= last["mismatch/abs_mean"] < 1
+
+
+def test_uninformative_groups_can_be_dropped(tmp_path):
+    options = {"objective": {"drop_uninformative": True}, "task": {"reward": "tests.test_loop:constant"}}
+    folder = train(config(tmp_path, trainer={"steps": 2}, **options), say=quiet)
+    last = read_metrics(folder)[-1]
+    assert last["reward/zero_variance_groups"] == 1.0
+    assert "actor/loss" not in last
+    assert last["quant/changed_codes"] == 0.0
+
+
+def constant(completion, prompt):
+    return 0.5
+
+
+def test_evaluate_reads_a_checkpoint(tmp_path):
+    run = config(tmp_path)
+    folder = train(run, say=quiet)
+    at_end = read_metrics(folder)[-1]
+    result = evaluate_recipe(run, folder / "checkpoints" / "step-000004", say=quiet)
+    assert result.metrics()["eval/avg@2"] == at_end["eval/avg@2"]
+    start = evaluate_recipe(run, None, say=quiet)
+    assert start.metrics()["eval/avg@2"] == read_metrics(folder)[0]["eval/avg@2"]
+
+
+def test_train_runs_off_the_main_thread(tmp_path):
+    outcome = []
+    run = config(tmp_path, trainer={"steps": 1})
+    thread = threading.Thread(target=lambda: outcome.append(train(run, say=quiet)))
+    thread.start()
+    thread.join()
+    assert outcome == [tmp_path / "run"]
