@@ -113,3 +113,28 @@ def test_a_static_scale_is_batch_invariant(name):
     x = torch.randn(6, 64)
     amax = x.abs().max()
     assert_same(fmt.quantize(x[2:3], amax=amax).qdata, fmt.quantize(x, amax=amax).qdata[2:3], "codes")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_default_device_and_dtype_do_not_matter(name):
+    fmt = get_format(name)
+    x = torch.randn(rows(name), width(fmt))
+    expected = fmt.quantize(x)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):  # as models are built by transformers
+            q, fake = fmt.quantize(x), fmt.fake_quantize(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(q.qdata, expected.qdata, "codes")
+    assert_same(q.scale.float(), expected.scale.float(), "scales")
+    assert_same(fake, expected.dequantize(), "values")
+
+
+def test_works_across_inference_mode():
+    fmt = get_format("nvfp4")
+    with torch.inference_mode():
+        q = fmt.quantize(torch.randn(4, 32))
+    weight = torch.randn(32, 3, requires_grad=True)
+    (q.dequantize().clone() @ weight).sum().backward()
+    assert weight.grad is not None

@@ -177,7 +177,7 @@ class _StraightThrough(torch.autograd.Function):
 def absmax(x: Tensor) -> Tensor:
     """fp32 scalar max |x|, 0 for an empty tensor; NaN propagates. One pass, no temporary."""
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x.detach())
     # abs again: -low is -0 for a tensor of zeros, and would make the encode scale -inf.
     return torch.maximum(-low, high).abs().float()

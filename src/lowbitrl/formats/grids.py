@@ -67,7 +67,7 @@ def round_e4m3(x: Tensor) -> Tensor:
 
 def round_e2m1_ties_to_zero(x: Tensor) -> Tensor:
     """As ``round_e2m1`` but a value midway between two codes goes to the smaller one."""
-    values = torch.tensor(E2M1_VALUES, device=x.device)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=x.device)
     # bucketize's intervals are closed on the right, which is this tie rule.
     index = torch.bucketize(x.abs(), (values[1:] + values[:-1]) / 2)
     return values[index] * x.sign()
@@ -79,37 +79,40 @@ def to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+# Device and dtype spelled out: models are built under torch.device("meta") and other default dtypes.
+_E4M3_TABLE = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+
+
+def _e2m1_pairs() -> Tensor:
+    """Both E2M1 values of each byte, low nibble first, as the bits of one int64."""
+    signed = E2M1_VALUES + tuple(0.0 - v for v in E2M1_VALUES)
+    pairs = [(signed[byte & 15], signed[byte >> 4]) for byte in range(256)]
+    return torch.tensor(pairs, dtype=torch.float32, device="cpu").view(torch.int64).view(-1)
+
+
+_E2M1_PAIRS = _e2m1_pairs()
+_ELSEWHERE: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _lookup(table: Tensor, codes: Tensor) -> Tensor:
+    """``table[codes]``; index_select is the fastest gather on CPU. Tables are kept on the devices they met."""
+    if codes.device != table.device:
+        key = (id(table), codes.device)
+        table = _ELSEWHERE.get(key, table).to(codes.device)
+        # Not a fake tensor of some tracing mode: it would outlive the trace.
+        if type(table) is Tensor:
+            _ELSEWHERE[key] = table
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
 def from_e4m3(codes: Tensor) -> Tensor:
     """``float8_e4m3fn``, or its uint8 bits, -> fp32, exactly."""
-    return _lookup(_e4m3_table, codes.view(torch.uint8))
-
-
-def _e4m3_table() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def _e2m1_pair_table() -> Tensor:
-    """Both E2M1 values of each byte, low nibble first, as the bits of one int64."""
-    signed = torch.tensor(E2M1_VALUES + tuple(0.0 - v for v in E2M1_VALUES))
-    byte = torch.arange(256)
-    return torch.stack([signed[byte & 15], signed[byte >> 4]], -1).view(torch.int64).view(-1)
-
-
-_TABLES: dict[tuple[str, torch.device], Tensor] = {}
-
-
-def _lookup(make, codes: Tensor) -> Tensor:
-    """``make()[codes]`` with the table kept per device; index_select is the fastest gather on CPU."""
-    key = (make.__name__, codes.device)
-    if key not in _TABLES:
-        _TABLES[key] = make().to(codes.device)
-    return _TABLES[key].index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return _lookup(_E4M3_TABLE, codes.view(torch.uint8))
 
 
 def from_e2m1_bytes(packed: Tensor) -> Tensor:
     """uint8 (..., K/2) of two E2M1 codes, low nibble the even column -> fp32 (..., K), exactly."""
-    pairs = _lookup(_e2m1_pair_table, packed)
-    return pairs.view(torch.float32)
+    return _lookup(_E2M1_PAIRS, packed).view(torch.float32)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ b being a block's max |x|, e(b) its fp32 exponent field, and the element's large
     mxfp4     E2M1 codes, E = 2, M = 6; plain is :even           mxfp8   E4M3 codes, E = 8, M = 448; plain is :ceil
     code = grid(x * 2^(127 - scale)), an exact multiplication
 
+Values above 1.75 * 2^127 leave fp32 under :even, which rounds their block up to 2^128.
 Ties: to even, except mxfp4:modelopt: toward zero. Zero blocks: byte 0, codes 0. Bytes clamp to 0..254.
 Matched byte for byte: torchao 0.18.0 FLOOR, EVEN, RCEIL; compressed-tensors 0.20.1 (= mxfp4:even); ModelOpt
 0.47.0 (mxfp4:modelopt: :ceil scales). Between modes 14-43% of the scale bytes differ. What would break it:
