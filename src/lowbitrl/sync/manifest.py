@@ -19,10 +19,14 @@ class Entry:
     dtype: str
     checksum: int
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Entry:
-        """The entry that describes `tensor`."""
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor))
+
+def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """An entry a tensor; the checksums come off each device in one transfer."""
+    sums = _gather([_checksum(tensor) for tensor in tensors.values()])
+    return {
+        name: Entry(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), value)
+        for (name, tensor), value in zip(tensors.items(), sums, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Manifest:
     @classmethod
     def of(cls, version: int, plan_digest: str, tensors: Mapping[str, Tensor]) -> Manifest:
         """Describe `tensors` as version `version` under a plan."""
-        return cls(version, plan_digest, {name: Entry.of(tensor) for name, tensor in tensors.items()})
+        return cls(version, plan_digest, entries_of(tensors))
 
     def verify(self, tensors: Mapping[str, Tensor]) -> None:
         """Check that `tensors` are exactly this version.
@@ -58,11 +62,10 @@ class Manifest:
                 raise ValueError(
                     f"{name} is not part of version {self.version}: publisher and stream disagree"
                 )
-        for name, entry in self.entries.items():
-            arrived = Entry.of(tensors[name])
-            if arrived != entry:
+        for name, arrived in entries_of(tensors).items():
+            if arrived != self.entries[name]:
                 raise ValueError(
-                    f"{name} of version {self.version} arrived as {arrived}, published as {entry}"
+                    f"{name} of version {self.version} arrived as {arrived}, published as {self.entries[name]}"
                 )
 
 
@@ -71,9 +74,24 @@ def checksum(tensor: Tensor) -> int:
 
     It sees any changed, moved or swapped byte of ordinary corruption; it is no cryptographic hash.
     """
+    return int(_checksum(tensor))
+
+
+def _checksum(tensor: Tensor) -> Tensor:
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    tail = raw[raw.numel() // 8 * 8 :].long()
-    words = raw[: raw.numel() // 8 * 8].view(torch.int64) if raw.numel() >= 8 else raw.new_zeros(0).long()
+    whole = raw.numel() // 8 * 8
+    tail = raw[whole:].long()
+    # A storage offset may leave the bytes unaligned for an int64 view; a copy is aligned.
+    words = (raw if raw.storage_offset() % 8 == 0 else raw.clone())[:whole].view(torch.int64)
     # int64 arithmetic wraps, which is what a hash wants.
     mixed = (words ^ (words >> 29)) * (2 * torch.arange(words.numel(), device=raw.device) * _PRIME + 1)
-    return int(mixed.sum() * 31 + (tail * (torch.arange(tail.numel(), device=raw.device) + 1)).sum())
+    return mixed.sum() * 31 + (tail * (torch.arange(tail.numel(), device=raw.device) + 1)).sum()
+
+
+def _gather(sums: list[Tensor]) -> list[int]:
+    values = [0] * len(sums)
+    for device in {s.device for s in sums}:
+        rows = [i for i, s in enumerate(sums) if s.device == device]
+        for row, value in zip(rows, torch.stack([sums[i] for i in rows]).tolist(), strict=True):
+            values[row] = value
+    return values

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from lowbitrl.sync.manifest import Entry
+from lowbitrl.sync.manifest import entries_of
 from lowbitrl.sync.publisher import Publication
 
 
@@ -83,7 +83,7 @@ class Sentinel:
 def blame_bytes(published: Publication, served: dict[str, Tensor]) -> str | None:
     """The first tensor that the engine serves otherwise than it was published."""
     for name, tensor in published.tensors.items():
-        if name in served and Entry.of(tensor) != Entry.of(served[name]):
+        if name in served and entries_of({name: tensor}) != entries_of({name: served[name]}):
             return f"{name} is served with other bytes than were published"
     return None
 
