@@ -1,6 +1,7 @@
 """Which tensors wear a format, and the modules that wear them."""
 
-from lowbitrl.quant.apply import attachment, export, prepare, real_tokens
+from lowbitrl.quant.apply import attachment, prepare, real_tokens
+from lowbitrl.quant.export import export, wire
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
 from lowbitrl.quant.recipe import PRECISIONS, Recipe
 
@@ -14,4 +15,5 @@ __all__ = [
     "prepare",
     "real_tokens",
     "resolve",
+    "wire",
 ]

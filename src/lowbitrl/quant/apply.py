@@ -1,41 +1,54 @@
-"""prepare: a plan put on a model, in place. export: the bytes a plan ships, streaming."""
+"""prepare: a plan put on a model, in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
 
-from lowbitrl.formats import QuantizedTensor, get_format
+from lowbitrl.quant.experts import Projection, StackWeights, WornExperts, select_dispatch
 from lowbitrl.quant.linear import (
     ActivationSite,
     LearnerLinear,
     RolloutLinear,
     TokenContext,
     WeightGroup,
-    encode_group,
 )
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
 from lowbitrl.quant.recipe import Recipe
+from lowbitrl.quant.stacks import STACKS, layout_of
 
 Side = Literal["learner", "rollout"]
 
 
 @dataclass
 class Attachment:
-    """What `prepare` leaves on a model, under `model.lowbitrl`."""
+    """What `prepare` leaves on a model, under `model.lowbitrl`.
+
+    Attributes:
+        groups: learner side: what encodes its weights. stacks: rollout side: what holds the bytes
+            of its expert stacks, by name.
+    """
 
     plan: Plan
     side: Side
     tokens: TokenContext
-    groups: list[WeightGroup] = field(default_factory=list)
+    groups: list[WeightGroup | StackWeights] = field(default_factory=list)
+    stacks: dict[str, StackWeights] = field(default_factory=dict)
     sites: dict[str, ActivationSite] = field(default_factory=dict)
 
+    def changes(self, layer: LayerPlan) -> bool:
+        """Whether a row's arithmetic leaves BF16 on this side."""
+        if self.side == "rollout":
+            return layer.quantized
+        return layer.learner_weight is not None or layer.learner_activation is not None
 
-def prepare(model: nn.Module, recipe: Recipe | Plan, side: Side = "learner") -> Plan:
+
+def prepare(
+    model: nn.Module, recipe: Recipe | Plan, side: Side = "learner", *, keep_decoded_experts: bool = False
+) -> Plan:
     """Put a recipe on a model in place, before any sharding; names of parameters are unchanged.
 
     side="learner": weights stay trainable; forward uses the bytes of their current values as far
@@ -45,6 +58,8 @@ def prepare(model: nn.Module, recipe: Recipe | Plan, side: Side = "learner") -> 
     Args:
         model: a transformers causal LM or any module of linears, BF16 or FP32.
         recipe: a `Recipe`, or a `Plan` resolved before (its modules must be this model's).
+        keep_decoded_experts: rollout side: decode experts once per update and keep them at BF16's
+            memory, in place of decoding those that have tokens in every forward pass.
 
     Returns:
         The plan, also found at `attachment(model).plan`.
@@ -64,6 +79,7 @@ def prepare(model: nn.Module, recipe: Recipe | Plan, side: Side = "learner") -> 
     modules = dict(model.named_modules())
     for layers in plan.groups.values():
         _swap_group(attached, layers, [modules[layer.name] for layer in layers])
+    _wear_experts(attached, model, modules, keep_decoded_experts)
     if side == "rollout":
         model.requires_grad_(False)
         model.eval()
@@ -107,6 +123,38 @@ def _swap_group(attached: Attachment, layers: tuple[LayerPlan, ...], modules: li
             _wear(module, LearnerLinear, plan=layer, site=site, group=group if layer.learner_weight else None)
 
 
+def _wear_experts(
+    attached: Attachment, model: nn.Module, modules: dict[str, nn.Module], keep_decoded: bool
+) -> None:
+    worn = []
+    for owner, rows in attached.plan.stacks.items():
+        names = [f"{owner}.{leaf}".lstrip(".") for leaf in STACKS]
+        both = [attached.plan.by_name[name] for name in names if name in attached.plan.by_name]
+        w13, w2 = (_projection(attached, model, modules[owner], row, keep_decoded) for row in both)
+        if any(attached.changes(row) for row in rows):
+            modules[owner].__dict__["lowbitrl_experts"] = WornExperts(w13, w2)
+            worn.append(modules[owner])
+    if worn:
+        select_dispatch(model, worn)
+
+
+def _projection(
+    attached: Attachment, model: nn.Module, module: nn.Module, row: LayerPlan, keep_decoded: bool
+) -> Projection:
+    rollout = attached.side == "rollout"
+    aligned = bool(row.weight if rollout else row.learner_weight)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    weights = StackWeights(
+        row, layout_of(module, row.name, model_type), module, rollout and aligned, keep_decoded
+    )
+    if rollout and aligned:
+        weights.freeze()
+        attached.stacks[row.name] = weights
+    elif row.weight:
+        attached.groups.append(weights)
+    return Projection(weights, aligned, _site(attached, (row,)))
+
+
 def _wear(module: nn.Module, cls: type[nn.Module], **attributes: object) -> None:
     module.__class__ = cls
     # Past nn.Module.__setattr__: plans, groups and sites are no submodules, buffers or parameters.
@@ -121,41 +169,3 @@ def _site(attached: Attachment, layers: tuple[LayerPlan, ...]) -> ActivationSite
     site = ActivationSite(name, layer.residual, attached.plan.recipe.scope, attached.tokens, len(layers))
     attached.sites[layer.group] = site
     return site
-
-
-def export(named_full_tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterator[tuple[str, Tensor]]:
-    """The tensors to ship for a version, encoded by `plan`, one fused group at a time.
-
-    A quantized weight "m.weight" becomes "m.qdata", "m.scale" and, where the format has one,
-    "m.global_scale"; everything else passes as it is. Give weights in the compute dtype: bytes
-    of the fp32 master differ from those of its BF16 value (field experience: 25 times the KL).
-
-    Args:
-        named_full_tensors: (name, full tensor); members of a group may come in any order.
-
-    Raises:
-        ValueError: a member of a fused group never comes; NaN or Inf in a weight.
-    """
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in named_full_tensors:
-        layer = plan.by_name.get(name.removesuffix(".weight"))
-        if layer is None or layer.weight is None or not name.endswith(".weight"):
-            yield name, tensor
-            continue
-        members = waiting.setdefault(layer.group, {})
-        members[layer.name] = tensor.detach()
-        if len(members) == len(plan.groups[layer.group]):
-            ordered = {peer.name: members[peer.name] for peer in plan.groups[layer.group]}
-            yield from wire(encode_group(ordered, get_format(layer.weight)))
-            del waiting[layer.group]
-    if waiting:
-        group, members = next(iter(waiting.items()))
-        missing = [peer.name for peer in plan.groups[group] if peer.name not in members]
-        raise ValueError(f"{missing[0]}.weight never came: its global scale is shared with {group}")
-
-
-def wire(encoded: dict[str, QuantizedTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Flatten encoded weights to named tensors: "m.qdata", "m.scale", "m.global_scale"."""
-    for name, quantized in encoded.items():
-        for part, tensor in quantized.tensors().items():
-            yield f"{name}.{part}", tensor

@@ -53,6 +53,7 @@ class WeightGroup:
     def __init__(self, layers: Sequence[LayerPlan], modules: Sequence[nn.Linear]) -> None:
         assert layers[0].weight is not None
         self.names = tuple(layer.name for layer in layers)
+        self.parameters = tuple(layer.parameter for layer in layers)
         self.format = get_format(layers[0].weight)
         self._modules = tuple(modules)
         self._bytes: dict[str, QuantizedTensor] = {}
@@ -118,9 +119,10 @@ class ActivationSite:
             memo = _Memo(weakref.ref(x), _version(x), self.tokens.real, quantized)
         memo.uses += 1
         self._memo = memo if memo.uses < self.members else None
-        return _StraightThrough.apply(x, memo.quantized) if x.requires_grad else memo.quantized
+        return straight_through(x, memo.quantized)
 
     def _real(self, x: Tensor) -> Tensor | None:
+        """The mask of real tokens, checked against x's (..., K); None means all are real."""
         real = self.tokens.real
         if real is not None and real.numel() != x[..., 0].numel():
             raise ValueError(
@@ -148,6 +150,11 @@ class _Memo:
 def _version(x: Tensor) -> int:
     # Inference tensors keep no version counter, and cannot be written in place by autograd code.
     return -1 if x.is_inference() else x._version
+
+
+def straight_through(x: Tensor, quantized: Tensor) -> Tensor:
+    """`quantized`, with x's gradient where x has one."""
+    return _StraightThrough.apply(x, quantized) if x.requires_grad else quantized
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from torch import nn
 
 from lowbitrl.formats import get_format
+from lowbitrl.formats.fp8 import TILE
 from lowbitrl.quant import topology
 from lowbitrl.quant.recipe import Precision, Recipe
+from lowbitrl.quant.stacks import StackLayout, layout_of
 
 SMALLER_INT4_GROUPS = (128, 64, 32, 16)
 
@@ -28,13 +31,15 @@ class LayerPlan:
     """The decision for one module.
 
     Attributes:
-        name: whole module name, "model.layers.0.mlp.gate_proj".
-        shape: shape of its weight.
+        name: whole module name, "model.layers.0.mlp.gate_proj"; for a stack of experts, which is no
+            module, the parameter's, "model.layers.0.mlp.experts.down_proj".
+        shape: shape of its weight, input dimension last: (N, K), or (E, N, K) for a stack.
         weight / activation: formats on the rollout side, None for BF16.
         learner_weight / learner_activation: formats in the learner's forward pass.
         residual: fraction of channels repaired at this module's input, rollout side.
         group: first name of the fused group that shares global scale and activation site.
         reason: why it is left alone; empty where it is quantized.
+        layout: of a stack of experts; None for a linear.
 
     Example:
         LayerPlan("model.layers.0.mlp.up_proj", (1536, 576), "nvfp4", "nvfp4-token", "nvfp4", None,
@@ -50,6 +55,12 @@ class LayerPlan:
     residual: float = 0.0
     group: str = ""
     reason: str = ""
+    layout: StackLayout | None = None
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter that holds the weight."""
+        return self.name if self.layout is not None else f"{self.name}.weight"
 
     @property
     def quantized(self) -> bool:
@@ -70,17 +81,33 @@ class Plan:
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
+    def by_parameter(self) -> dict[str, LayerPlan]:
+        """Rows whose weights ship as bytes, by the name of the parameter that the bytes replace."""
+        return {layer.parameter: layer for layer in self.layers if layer.weight}
+
+    @cached_property
     def quantized(self) -> tuple[LayerPlan, ...]:
         """Rows that leave BF16 on the rollout side."""
         return tuple(layer for layer in self.layers if layer.quantized)
 
     @cached_property
     def groups(self) -> dict[str, tuple[LayerPlan, ...]]:
-        """Fused groups of quantized rows by their first name."""
+        """Fused groups of quantized linears by their first name."""
         groups: dict[str, tuple[LayerPlan, ...]] = {}
         for layer in self.quantized:
-            groups[layer.group] = (*groups.get(layer.group, ()), layer)
+            if layer.layout is None:
+                groups[layer.group] = (*groups.get(layer.group, ()), layer)
         return groups
+
+    @cached_property
+    def stacks(self) -> dict[str, tuple[LayerPlan, ...]]:
+        """Quantized stacks of experts by the name of their experts module."""
+        stacks: dict[str, tuple[LayerPlan, ...]] = {}
+        for layer in self.quantized:
+            if layer.layout is not None:
+                owner = layer.name.rpartition(".")[0]
+                stacks[owner] = (*stacks.get(owner, ()), layer)
+        return stacks
 
     @cached_property
     def digest(self) -> str:
@@ -134,19 +161,21 @@ def resolve(recipe: Recipe, model: nn.Module) -> Plan:
 
     Raises:
         ValueError: no module would be quantized though the recipe asks for it; a keep pattern
-            matches nothing; a width does not fit a format; tied weights would be quantized; the
-            parameters are not BF16 or FP32.
+            matches nothing; a width does not fit a format; tied weights would be quantized; weights
+            of experts would stay in BF16 unnoticed; the parameters are not BF16 or FP32.
     """
     _check_dtypes(model)
-    linears = topology.quantizable(model)
-    kept = _kept(recipe, model, linears)
+    linears, stacks = topology.quantizable(model), topology.expert_stacks(model)
+    kept = _kept(recipe, model, [*linears, *stacks], _check_stacks(recipe, model))
     group_of = _group_names([name for name in linears if name not in kept])
-    layers = tuple(
-        _decide(recipe, name, module, linears, kept, group_of)
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    )
-    plan = Plan(recipe, layers)
+    layers: list[LayerPlan] = []
+    for name, module in model.named_modules():
+        own = [f"{name}.{leaf}".lstrip(".") for leaf, _ in module.named_parameters(recurse=False)]
+        if any(parameter in stacks for parameter in own):
+            layers += [_decide_stack(recipe, n, module, model, kept) for n in own if n in stacks]
+        elif own:
+            layers.append(_decide(recipe, name, module, linears, kept, group_of, moe=bool(stacks)))
+    plan = Plan(recipe, tuple(layers))
     if recipe.rollout != "bf16" and not plan.quantized:
         raise ValueError(
             f"rollout={recipe.rollout!r} quantizes no module: keep={recipe.keep} covers every linear"
@@ -155,10 +184,23 @@ def resolve(recipe: Recipe, model: nn.Module) -> Plan:
     return plan
 
 
-def _kept(recipe: Recipe, model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
+def _check_stacks(recipe: Recipe, model: nn.Module) -> list[str]:
+    """Names of the weights that cannot be quantized and must be kept by a pattern."""
+    unsupported = topology.unsupported_stacks(model)
+    for name, shape in unsupported.items():
+        named = any(fnmatchcase(name, pattern) for pattern in recipe.keep or ())
+        if recipe.rollout != "bf16" and not named:
+            raise ValueError(
+                f"{name} has shape {shape}: these expert stacks are not supported, and leaving them "
+                f"unquantized would go unnoticed; add {name!r} to keep, or use another model"
+            )
+    return list(unsupported)
+
+
+def _kept(recipe: Recipe, model: nn.Module, names: list[str], unsupported: list[str]) -> dict[str, str]:
     if recipe.keep is None:
-        return topology.kept_by_default(model, list(linears))
-    matched = topology.match_all(recipe.keep, list(linears))
+        return topology.kept_by_default(model, names)
+    matched = topology.match_all(recipe.keep, [*names, *unsupported])
     return {name: f"kept by {pattern!r}" for name, pattern in matched.items()}
 
 
@@ -173,14 +215,39 @@ def _decide(
     linears: dict[str, nn.Linear],
     kept: dict[str, str],
     group_of: dict[str, str],
+    moe: bool,
 ) -> LayerPlan:
     shape = tuple(next(module.parameters(recurse=False)).shape)
     if name not in linears:
-        return LayerPlan(name, shape, reason=f"{type(module).__name__} is not a linear")
+        is_router = name.rpartition(".")[2] in topology.ROUTER_LEAVES
+        reason = "router" if is_router else f"{type(module).__name__} is not a linear"
+        return LayerPlan(name, shape, reason=reason)
     if name in kept:
         return LayerPlan(name, shape, reason=kept[name])
     if recipe.rollout == "bf16":
         return LayerPlan(name, shape, reason="rollout is bf16")
+    return _quantized(recipe, name, shape, group_of[name], moe)
+
+
+def _decide_stack(
+    recipe: Recipe, name: str, module: nn.Module, model: nn.Module, kept: dict[str, str]
+) -> LayerPlan:
+    layout = layout_of(module, name, getattr(getattr(model, "config", None), "model_type", None))
+    shape = tuple(getattr(module, name.rpartition(".")[2]).shape)
+    shape = (shape[0], shape[2], shape[1]) if layout.transposed else shape
+    if name in kept or recipe.rollout == "bf16":
+        return LayerPlan(name, shape, reason=kept.get(name, "rollout is bf16"), layout=layout)
+    layer = dataclasses.replace(_quantized(recipe, name, shape, name, moe=True), layout=layout)
+    tiled = (layer.weight or "").startswith("fp8-block")
+    if tiled and len(layout.names) == 2 and shape[1] // 2 % TILE:
+        raise ValueError(
+            f"{name}: gate and up have {shape[1] // 2} rows each, no multiple of the {TILE} x {TILE} tile of "
+            f"{layer.weight}, so a tile would cover both; use rollout='fp8' or add {name!r} to keep"
+        )
+    return layer
+
+
+def _quantized(recipe: Recipe, name: str, shape: tuple[int, ...], group: str, moe: bool) -> LayerPlan:
     weight = _fit(recipe.precision, shape)
     for format_name in (weight, recipe.precision.activation):
         if format_name is not None:
@@ -193,8 +260,8 @@ def _decide(
         activation=recipe.precision.activation,
         learner_weight=weight if learner.weight else None,
         learner_activation=learner.activation,
-        residual=recipe.residual,
-        group=group_of[name],
+        residual=recipe.residual_at(topology.site_of(name), moe),
+        group=group,
     )
 
 
@@ -206,7 +273,7 @@ def _fit(precision: Precision, shape: tuple[int, ...]) -> str | None:
     """
     if precision.weight != "int4-g128":
         return precision.weight
-    if precision.activation and all(size % 128 == 0 for size in shape):
+    if precision.activation and all(size % 128 == 0 for size in shape[-2:]):
         return "int4-g128:w4a8"
     group = next((g for g in SMALLER_INT4_GROUPS if shape[-1] % g == 0), SMALLER_INT4_GROUPS[-1])
     return f"int4-g{group}"
@@ -223,7 +290,8 @@ def _check_dtypes(model: nn.Module) -> None:
 
 def _check_ties(plan: Plan, model: nn.Module, linears: dict[str, nn.Linear]) -> None:
     for layer in plan.quantized:
-        if layer.weight and topology.tied_to_embedding(model, linears[layer.name]):
+        module = linears.get(layer.name)
+        if layer.weight and module is not None and topology.tied_to_embedding(model, module):
             raise ValueError(
                 f"{layer.name} shares its weight with the input embedding, which stays in BF16; "
                 f"add {layer.name!r} to keep, or untie the embeddings"

@@ -6,11 +6,12 @@ parameter and per activation site of a given model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Alignment = Literal["bf16", "weights", "full"]
 Scope = Literal["batch", "token"]
+Site = Literal["attention", "w13", "w2", "other"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class Recipe:
         learner: "bf16" (no alignment, the naive baseline), "weights" (QUADS: the same weight
             bytes, activations untouched) or "full" (QaRL: the rollout's whole arithmetic).
         residual: fraction of input channels whose activation error gets a second FP4 pass
-            (QUADS eq. 21 and 24; k% as 0..1). Needs FP4 activations.
+            (QUADS eq. 21 and 24; k% as 0..1). Needs FP4 activations. It holds at every site of a
+            dense model, and at "w13" alone in a mixture of experts (QUADS section 3.3).
+        residual_sites: fractions of single sites in place of those: "w13" (input of gate and up,
+            routed, shared or dense), "w2" (input of down), "attention" (inputs of its projections),
+            "other". Sites not named keep their default.
         residual_scope: whether the channels are chosen per "batch" (QUADS: column norms over
             the real tokens of the forward pass, so a completion depends on its batch) or per
             "token". Unset: "batch", and "token" under `learner="full"`, where a batch-wide
@@ -69,6 +74,7 @@ class Recipe:
     rollout: str = "bf16"
     learner: Alignment = "weights"
     residual: float = 0.0
+    residual_sites: dict[Site, float] | None = field(default=None, hash=False)
     residual_scope: Scope | None = None
     keep: tuple[str, ...] | None = None
 
@@ -77,14 +83,17 @@ class Recipe:
         _check_choice("learner", self.learner, get_args(Alignment))
         if self.residual_scope is not None:
             _check_choice("residual_scope", self.residual_scope, get_args(Scope))
-        if not 0.0 <= self.residual <= 1.0:
-            raise ValueError(f"residual={self.residual} is not a fraction; give 0 (off) to 1 (every channel)")
-        if self.residual and self.precision.activation not in FP4_ACTIVATIONS:
-            raise ValueError(
-                f"residual={self.residual} repairs FP4 activations, but rollout={self.rollout!r} has "
-                f"{self.precision.activation or 'BF16'} activations; set residual=0 or rollout='nvfp4'"
-            )
-        if self.learner == "full" and self.residual and self.residual_scope == "batch":
+        for site in self.residual_sites or ():
+            _check_choice("residual_sites", site, get_args(Site))
+        for fraction in (self.residual, *(self.residual_sites or {}).values()):
+            if not 0.0 <= fraction <= 1.0:
+                raise ValueError(f"residual={fraction} is not a fraction; give 0 (off) to 1 (every channel)")
+            if fraction and self.precision.activation not in FP4_ACTIVATIONS:
+                raise ValueError(
+                    f"residual={fraction} repairs FP4 activations, but rollout={self.rollout!r} has "
+                    f"{self.precision.activation or 'BF16'} activations; set residual=0 or rollout='nvfp4'"
+                )
+        if self.learner == "full" and self.compensates and self.residual_scope == "batch":
             raise ValueError(
                 "residual_scope='batch' with learner='full' chooses other channels on each side, because "
                 "the sides never see the same batch; use residual_scope='token' or learner='weights'"
@@ -110,6 +119,16 @@ class Recipe:
     def scope(self) -> Scope:
         """`residual_scope` with its default filled in."""
         return self.residual_scope or ("token" if self.learner == "full" else "batch")
+
+    @property
+    def compensates(self) -> bool:
+        """Whether any site has a residual pass."""
+        return bool(self.residual) or any((self.residual_sites or {}).values())
+
+    def residual_at(self, site: str, moe: bool) -> float:
+        """Fraction of channels repaired at a kind of site, in a mixture of experts or in a dense model."""
+        default = self.residual if site == "w13" or not moe else 0.0
+        return (self.residual_sites or {}).get(site, default)  # type: ignore[call-overload]
 
     @property
     def quantizes_activations(self) -> bool:

@@ -1,7 +1,8 @@
 """Which modules of a transformers model can wear a format, and which must share a global scale.
 
 Engines fuse q/k/v and gate/up into one matrix with one tensor scale, so quantizing the parts
-with scales of their own would serve other weights than the learner trained on.
+with scales of their own would serve other weights than the learner trained on. The experts of an
+MoE block are no linears but stacks of them, one parameter for all; `stacks.py` knows their layout.
 """
 
 from __future__ import annotations
@@ -11,30 +12,80 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lowbitrl.quant.stacks import STACKS, is_expert_module
+
 FUSED_SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-ROUTER_LEAVES = ("gate", "router")
+ROUTER_LEAVES = ("gate", "router", "shared_expert_gate")
+SITES = ("attention", "w13", "w2", "other")
+W13_LEAVES = ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3")
+W2_LEAVES = ("down_proj", "w2")
 TIED = "output head, tied to the embedding"
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Linear modules of `model` by whole name, in model order.
-
-    Raises:
-        ValueError: the model has weight stacks of three or more dimensions (fused experts):
-            they are no linears, so a plan would leave them in BF16 unnoticed.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 3 and "conv" not in name:
-            raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}: fused expert stacks are not supported, and "
-                "leaving them unquantized would go unnoticed; use a dense model"
-            )
+    """Linear modules of `model` by whole name, in model order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def expert_stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """Experts modules by whole name of each of their weight stacks: "....mlp.experts.down_proj"."""
+    return {
+        f"{name}.{leaf}".lstrip("."): module
+        for name, module in model.named_modules()
+        if is_expert_module(module)
+        for leaf in STACKS
+        if isinstance(getattr(module, leaf, None), nn.Parameter)
+    }
+
+
+def unsupported_stacks(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameters that look like experts' weights and are nothing a plan can quantize, with their shapes.
+
+    Three or more dimensions anywhere but in a convolution, or two and more below a module named
+    after experts that is neither a linear nor a stack known to `expert_stacks`.
+    """
+    found, modules = {}, dict(model.named_modules())
+    known = expert_stacks(model)
+    for name, parameter in model.named_parameters():
+        owner = modules[name.rpartition(".")[0]]
+        if name in known or is_expert_module(owner) or isinstance(owner, nn.Linear | nn.Embedding):
+            continue
+        expert = any(part.startswith("expert") for part in name.split(".")[:-1])
+        if parameter.ndim >= (2 if expert else 3) and "conv" not in name:
+            found[name] = tuple(parameter.shape)
+    return found
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Top-k routers by whole name, in model order: the module beside an experts module that chooses among them."""
+    modules = dict(model.named_modules())
+    blocks = {name.rpartition(".")[0] for name, module in modules.items() if is_expert_module(module)}
+    return {
+        name: module
+        for name, module in modules.items()
+        if name.rpartition(".")[0] in blocks and hasattr(module, "top_k") and hasattr(module, "num_experts")
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+    }
+
+
+def site_of(name: str) -> str:
+    """Which activation site a module's input is: "attention", "w13" (gate and up), "w2" (down) or "other".
+
+    Example:
+        >>> site_of("model.layers.0.mlp.experts.gate_up_proj")
+        'w13'
+    """
+    leaf = name.rpartition(".")[2]
+    if leaf in W13_LEAVES:
+        return "w13"
+    if leaf in W2_LEAVES:
+        return "w2"
+    return "attention" if "attn" in name or "attention" in name else "other"
 
 
 def fused_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -87,7 +138,7 @@ def kept_by_default(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     modules = dict(model.named_modules())
     reasons = {}
     for name in names:
-        if modules[name] is head:
+        if head is not None and modules.get(name) is head:
             tied = tied_to_embedding(model, head)
             reasons[name] = TIED if tied else "output head"
         elif name.rpartition(".")[2] in ROUTER_LEAVES:
@@ -98,4 +149,6 @@ def kept_by_default(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 def tied_to_embedding(model: nn.Module, module: nn.Module) -> bool:
     """Whether `module` shares its weight with the input embedding."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    return embedding is not None and getattr(embedding, "weight", None) is getattr(module, "weight", embedding)
+    return embedding is not None and getattr(embedding, "weight", None) is getattr(
+        module, "weight", embedding
+    )

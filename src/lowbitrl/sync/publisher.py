@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowbitrl.quant.apply import attachment, wire
+from lowbitrl.quant import attachment, wire
 from lowbitrl.sync.manifest import Manifest
 
 
@@ -20,8 +20,9 @@ class Publication:
     """One version of the weights: named tensors that no later step will write to.
 
     Attributes:
-        tensors: quantized weights as "m.qdata", "m.scale", "m.global_scale"; the rest by
-            parameter name, in the compute dtype.
+        tensors: quantized weights as "m.qdata", "m.scale", "m.global_scale", a stack of experts
+            whole (`quant.export` takes stacks apart for checkpoints and other engines); the rest
+            by parameter name, in the compute dtype.
         manifest: what an engine verifies.
     """
 
@@ -49,9 +50,9 @@ def publish(learner: nn.Module, version: int) -> Publication:
     tensors: dict[str, Tensor] = {}
     for group in attached.groups:
         tensors.update(wire(group.encoded()))
-    shipped = {name for group in attached.groups for name in group.names}
+    shipped = {name for group in attached.groups for name in group.parameters}
     for name, parameter in learner.named_parameters():
-        if name.removesuffix(".weight") not in shipped or not name.endswith(".weight"):
+        if name not in shipped:
             tensors[name] = _snapshot(name, parameter)
     return Publication(tensors, Manifest.of(version, attached.plan.digest, tensors))
 

@@ -10,8 +10,9 @@ Under "continuous" a seed fixes the whole call only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,38 +113,36 @@ class EmbeddedEngine:
             )
         staged = dict(stream)
         manifest.verify(staged)
-        adopted = list(self._match(staged))
-        for module, name, value in adopted:
-            if isinstance(value, QuantizedTensor):
-                module.adopt(value)  # type: ignore[operator]
-            else:
-                getattr(module, name).data = value.to(self.model.device)
+        for adopt, value in list(self._match(staged)):
+            adopt(value)
         self.version = manifest.version
 
-    def _match(
-        self, staged: dict[str, Tensor]
-    ) -> Iterator[tuple[torch.nn.Module, str, Tensor | QuantizedTensor]]:
-        """Pair every parameter with what replaces it, raising before anything is replaced."""
-        modules = dict(self.model.named_modules())
+    def _match(self, staged: dict[str, Tensor]) -> Iterator[tuple[Callable[[Any], None], Any]]:
+        """Pair what replaces each parameter with who takes it, raising before anything is replaced."""
+        parameters = dict(self.model.named_parameters())
+        holders: dict[str, Any] = {**dict(self.model.named_modules()), **attachment(self.model).stacks}
         for name, shape in self._expected.items():
-            owner, _, leaf = name.rpartition(".")
-            layer = self.plan.by_name.get(owner)
-            if layer is not None and layer.weight and leaf == "weight":
-                parts = {part: staged[f"{owner}.{part}"] for part in PARTS if f"{owner}.{part}" in staged}
-                parts = {part: tensor.to(self.model.device) for part, tensor in parts.items()}
+            layer = self.plan.by_parameter.get(name)
+            if layer is not None and layer.weight:
+                named = {part: f"{layer.name}.{part}" for part in PARTS}
+                parts = {p: staged[n].to(self.model.device) for p, n in named.items() if n in staged}
                 if "qdata" not in parts:
-                    raise ValueError(f"{owner} is planned as {layer.weight}, but no bytes came for it")
-                yield modules[owner], leaf, QuantizedTensor.from_tensors(parts, layer.shape, layer.weight)
+                    raise ValueError(f"{layer.name} is planned as {layer.weight}, but no bytes came for it")
+                encoded = QuantizedTensor.from_tensors(parts, layer.shape, layer.weight)
+                yield holders[layer.name].adopt, encoded
             elif name not in staged or tuple(staged[name].shape) != shape:
                 found = tuple(staged[name].shape) if name in staged else "absent"
                 raise ValueError(f"{name} must come as {shape}, found {found}")
             else:
-                yield modules[owner], leaf, staged[name]
+                yield partial(_replace, parameters[name]), staged[name].to(self.model.device)
 
     def encoded(self) -> dict[str, QuantizedTensor]:
-        """The bytes served now, by module name."""
+        """The bytes served now, by the plan's names."""
         modules = self.model.named_modules()
-        return {n: m.encoded for n, m in modules if isinstance(m, RolloutLinear) and m.encoded is not None}
+        held = {n: m.encoded for n, m in modules if isinstance(m, RolloutLinear) and m.encoded is not None}
+        for stack in attachment(self.model).stacks.values():
+            held |= stack.encoded()
+        return held
 
     def _choose(self, prompts: Sequence[Sequence[int]]) -> Scheduler:
         if self.scheduler != "auto":
@@ -195,6 +194,10 @@ class EmbeddedEngine:
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens={sampling.max_tokens} it passes "
                     f"the model's {limit} positions: shorten it or lower max_tokens"
                 )
+
+
+def _replace(parameter: torch.nn.Parameter, value: Tensor) -> None:
+    parameter.data = value
 
 
 def _chunks(lengths: list[int], n: int, max_batch: int) -> Iterator[tuple[list[int], int, int]]:
