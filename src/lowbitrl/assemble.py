@@ -62,7 +62,7 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     check_lengths(task, tokenizer, config.rollout.prompts)
     rollout, _ = load_model(config.model.name, config.model.dtype, device)
     plan = prepare(learner, config.recipe, "learner")
-    prepare(rollout, plan, "rollout")
+    prepare(rollout, plan, "rollout", keep_decoded_experts=config.rollout.keep_decoded_experts)
     say(plan.summary())
     trainer = Trainer(
         learner,
@@ -79,7 +79,9 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
         run.write_json("plan.json", plan.to_dict())
         run.write_json("environment.json", environment(device) | {"split": task.split_report()})
     run.rewind(start if saved else -1)
-    engine = EmbeddedEngine(rollout, config.rollout.scheduler, config.rollout.max_batch)
+    engine = EmbeddedEngine(
+        rollout, config.rollout.scheduler, config.rollout.max_batch, config.rollout.record_routing
+    )
     published = publish(learner, start)
     engine.update(published.stream(), published.manifest)
     watched = task.prompts("held_out", 0, min(config.sentinel.sequences, task.held_out_count))
@@ -157,7 +159,8 @@ def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluati
     model, tokenizer = load_model(config.model.name, config.model.dtype, device)
     if saved is not None:
         checkpoint.load_masters(saved, model)
-    say(prepare(model, config.recipe, "rollout").summary())
+    keep = config.rollout.keep_decoded_experts
+    say(prepare(model, config.recipe, "rollout", keep_decoded_experts=keep).summary())
     return evaluate(
         EmbeddedEngine(model, config.rollout.scheduler, config.rollout.max_batch),
         task,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ def to_batch(config: RunConfig, samples: Samples) -> tuple[TrainingBatch, dict[s
         [c.token_ids for c in picked],
         [c.rollout_logprobs for c in picked],
         groups.advantages[chosen],
+        _routes(picked),
     )
     lengths = [len(c.token_ids) for c in samples.completions]
     names = samples.scores[0]
@@ -75,13 +76,18 @@ def to_batch(config: RunConfig, samples: Samples) -> tuple[TrainingBatch, dict[s
     }
 
 
+def _routes(completions: list[Completion]) -> list[Tensor] | None:
+    routes = [c.routes for c in completions if c.routes is not None]
+    return routes if routes and len(routes) == len(completions) else None
+
+
 def rows(samples: Samples, count: int) -> Iterator[dict[str, Any]]:
     """`count` completions, evenly spread, as lines for the run folder."""
     stride = max(1, len(samples.completions) // max(count, 1))
     for i in range(0, min(len(samples.completions), stride * count), stride):
         completion = samples.completions[i]
         prompt = samples.prompts[completion.prompt_index]
-        yield asdict(completion) | {
+        yield asdict(replace(completion, routes=None)) | {
             "prompt": prompt.id,
             "prompt_token_ids": samples.prompt_ids[completion.prompt_index],
             "text": samples.texts[i],

@@ -56,7 +56,9 @@ class RolloutConfig(_Section):
     Attributes:
         prompts / samples: prompts a step, completions of each (the papers' N).
         max_tokens / temperature: see `Sampling`.
-        scheduler / max_batch: of the embedded engine.
+        scheduler / max_batch / record_routing: of the embedded engine. "auto" records by "batch".
+        keep_decoded_experts: hold a mixture's experts in the compute dtype beside their bytes, in
+            place of decoding those that have tokens in every forward pass: faster, at BF16's memory.
         keep: completions written to the run folder each step.
     """
 
@@ -66,6 +68,8 @@ class RolloutConfig(_Section):
     temperature: float = Field(1.0, gt=0)
     scheduler: Literal["auto", "batch", "continuous"] = "auto"
     max_batch: int = Field(256, ge=1)
+    record_routing: bool = False
+    keep_decoded_experts: bool = False
     keep: int = Field(8, ge=0)
 
     def sampling(self) -> Sampling:
@@ -134,7 +138,12 @@ class RunConfig(_Section):
             )
         if self.rollout.samples == 1:
             raise ValueError("rollout.samples=1 makes every group's advantage 0; give at least 2")
-        if self.rollout.scheduler == "continuous" and self.recipe.residual and self.recipe.scope == "batch":
+        if self.trainer.routing_replay == "R3" and not self.rollout.record_routing:
+            raise ValueError(
+                "trainer.routing_replay='R3' replays the rollout's experts, which are not recorded; "
+                "set rollout.record_routing=true"
+            )
+        if self.rollout.scheduler == "continuous" and self.recipe.compensates and self.recipe.scope == "batch":
             raise ValueError(
                 "rollout.scheduler='continuous' mixes prefill and decode rows of changing requests, so a batch-wide "
                 "residual would not be reproducible; use scheduler='batch' or recipe.residual_scope='token'"

@@ -4,16 +4,20 @@ from lowbitrl.quant.apply import attachment, prepare, real_tokens
 from lowbitrl.quant.export import export, wire
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
 from lowbitrl.quant.recipe import PRECISIONS, Recipe
+from lowbitrl.quant.routing import agreement, recomputation, routing
 
 __all__ = [
     "PRECISIONS",
     "LayerPlan",
     "Plan",
     "Recipe",
+    "agreement",
     "attachment",
     "export",
     "prepare",
     "real_tokens",
+    "recomputation",
     "resolve",
+    "routing",
     "wire",
 ]

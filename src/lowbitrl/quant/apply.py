@@ -18,6 +18,7 @@ from lowbitrl.quant.linear import (
 )
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
 from lowbitrl.quant.recipe import Recipe
+from lowbitrl.quant.routing import RoutingContext, wear_routers
 from lowbitrl.quant.stacks import STACKS, layout_of
 
 Side = Literal["learner", "rollout"]
@@ -29,12 +30,13 @@ class Attachment:
 
     Attributes:
         groups: learner side: what encodes its weights. stacks: rollout side: what holds the bytes
-            of its expert stacks, by name.
+            of its expert stacks, by name. routing: what its routers ask, empty in a dense model.
     """
 
     plan: Plan
     side: Side
     tokens: TokenContext
+    routing: RoutingContext = field(default_factory=lambda: RoutingContext(()))
     groups: list[WeightGroup | StackWeights] = field(default_factory=list)
     stacks: dict[str, StackWeights] = field(default_factory=dict)
     sites: dict[str, ActivationSite] = field(default_factory=dict)
@@ -80,6 +82,7 @@ def prepare(
     for layers in plan.groups.values():
         _swap_group(attached, layers, [modules[layer.name] for layer in layers])
     _wear_experts(attached, model, modules, keep_decoded_experts)
+    attached.routing = wear_routers(model)
     if side == "rollout":
         model.requires_grad_(False)
         model.eval()

@@ -93,7 +93,7 @@ class StackWeights:
         self._bytes = encoded
         self._decoded = present(encoded.dequantize(self.dtype), self.layout) if self.keep_decoded else None
         # Of size 0 rather than zeros: whoever multiplies by it past this module fails at once.
-        self.parameter.data = torch.empty(0, dtype=self.dtype, device=encoded.qdata.device)
+        self.parameter.data = torch.empty(0, 0, 0, dtype=self.dtype, device=encoded.qdata.device)
 
     def source(self, aligned: bool) -> Source:
         """What a product multiplies by: the bytes, or, not aligned, the parameter itself."""

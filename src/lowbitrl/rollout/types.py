@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -52,6 +55,8 @@ class Completion:
         rollout_logprobs: log-probability of each token when it was sampled, fp32 values.
         finish_reason: "stop" (stop token), "length" (max_tokens reached: truncated), "abort".
         version: weight version that sampled it.
+        routes: experts taken by each token that was fed, (prompt + response - 1, layers, k) int16,
+            where the engine records them (the last token is sampled, never fed).
 
     Example:
         Completion(0, 3, (24, 30, 2), (-0.51, -1.2, -0.003), "stop", 7)
@@ -63,6 +68,7 @@ class Completion:
     rollout_logprobs: tuple[float, ...]
     finish_reason: FinishReason
     version: int
+    routes: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def truncated(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from lowbitrl.quant.stacks import is_expert_module
 from lowbitrl.sync.manifest import entries_of
 from lowbitrl.sync.publisher import Publication
 
@@ -110,8 +111,8 @@ def _traces(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, t
     def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         return lambda module, inputs, output: traces.__setitem__(name, (inputs[0].float(), output.float()))
 
-    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    handles = [module.register_forward_hook(record(name)) for name, module in linears]
+    watched = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_expert_module(m)]
+    handles = [module.register_forward_hook(record(name)) for name, module in watched]
     try:
         run(model)
     finally:

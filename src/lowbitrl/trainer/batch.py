@@ -21,6 +21,8 @@ class TrainingBatch:
         rollout_logprobs: (B, T) fp32, the engine's word when it sampled; 0 where masked.
         advantages: (B,) fp32.
         mask: (B, T) bool, True on sampled tokens that train.
+        routes: experts that the rollout took, (prompt + response - 1, layers, k) a row; None where
+            they were not recorded.
 
     Example:
         two responses of 3 and 1 tokens: mask = [[1, 1, 1], [1, 0, 0]]
@@ -31,6 +33,7 @@ class TrainingBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
+    routes: tuple[Tensor, ...] | None = None
 
     @classmethod
     def build(
@@ -39,6 +42,7 @@ class TrainingBatch:
         responses: Sequence[Sequence[int]],
         rollout_logprobs: Sequence[Sequence[float]],
         advantages: Tensor,
+        routes: Sequence[Tensor] | None = None,
     ) -> TrainingBatch:
         """Pad to (B, T).
 
@@ -58,7 +62,8 @@ class TrainingBatch:
         for row, logprobs in enumerate(rollout_logprobs):
             padded[row, : len(logprobs)] = torch.tensor(list(logprobs))
             mask[row, : len(logprobs)] = True
-        return cls(tuple(map(tuple, prompts)), tuple(map(tuple, responses)), padded, advantages, mask)
+        taken = None if routes is None else tuple(routes)
+        return cls(tuple(map(tuple, prompts)), tuple(map(tuple, responses)), padded, advantages, mask, taken)
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -77,6 +82,7 @@ class TrainingBatch:
             self.rollout_logprobs[index],
             self.advantages[index],
             self.mask[index],
+            None if self.routes is None else tuple(self.routes[i] for i in rows),
         )
 
 
@@ -118,6 +124,7 @@ class ModelInput:
         attention_mask: (b, L), or None where nothing is padded.
         predicts: (N,) flat indices into b * L of the states that predict the response tokens.
         targets: (N,) response tokens, row after row.
+        spans: where each sequence stands in b * L.
     """
 
     ids: Tensor
@@ -126,6 +133,7 @@ class ModelInput:
     attention_mask: Tensor | None
     predicts: Tensor
     targets: Tensor
+    spans: tuple[slice, ...]
 
 
 def arrange(
@@ -143,12 +151,12 @@ def arrange(
     height = 1 if layout == "packed" else len(lengths)
     ids, positions = torch.zeros(2, height * width, dtype=torch.long)
     real = torch.zeros(height * width, dtype=torch.bool)
-    for start, sequence in zip(starts, sequences, strict=True):
-        span = slice(start, start + len(sequence))
+    places = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+    for span, sequence in zip(places, sequences, strict=True):
         ids[span], positions[span], real[span] = torch.tensor(sequence), torch.arange(len(sequence)), True
     spans = [(s + len(p) - 1, len(r)) for s, p, r in zip(starts, prompts, responses, strict=True)]
     predicts = torch.cat([torch.arange(first, first + count) for first, count in spans])
     ids, positions, real = (t.view(height, width).to(device) for t in (ids, positions, real))
     targets = torch.tensor([token for response in responses for token in response], device=device)
     mask = None if bool(real.all()) else real.long()
-    return ModelInput(ids, positions, real, mask, predicts.to(device), targets)
+    return ModelInput(ids, positions, real, mask, predicts.to(device), targets, places)

@@ -7,14 +7,16 @@ chunk is reduced, in forward and again in backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from lowbitrl.quant import real_tokens
+from lowbitrl.quant import real_tokens, routing
 from lowbitrl.trainer.batch import Layout, arrange
+from lowbitrl.trainer.routes import RoutePass
 
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -27,6 +29,7 @@ def response_logprobs(
     temperature: float = 1.0,
     layout: Layout = "padded",
     chunk: int = 1024,
+    routes: RoutePass | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score responses under the learner.
 
@@ -35,6 +38,7 @@ def response_logprobs(
         temperature: divides the logits in fp32, as the engine did when it sampled.
         chunk: hidden states scored at once; peak extra memory is about 3 * chunk * vocabulary
             fp32 numbers.
+        routes: experts to replay, and where to put those that the learner chose.
 
     Returns:
         log-probabilities and entropies (detached), each (b, T) fp32 with zeros after a
@@ -45,13 +49,16 @@ def response_logprobs(
     """
     check_head(model)
     batch = arrange(prompts, responses, layout, model.device)
-    with real_tokens(model, batch.real):
+    given = None if routes is None else routes.table(batch)
+    with real_tokens(model, batch.real), routing(model, given) if routes else nullcontext() as seen:
         hidden = model.base_model(
             input_ids=batch.ids,
             attention_mask=batch.attention_mask,
             position_ids=batch.positions,
             use_cache=False,
         ).last_hidden_state
+        if routes is not None and seen is not None:
+            routes.keep(seen.recorded(), batch)
     states = hidden.flatten(0, 1)[batch.predicts]
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -19,11 +20,14 @@ from lowbitrl.objectives import (
     mismatch_metrics,
     policy_loss,
 )
+from lowbitrl.quant import attachment, recomputation
 from lowbitrl.trainer.batch import Layout, TrainingBatch, micro_batches
 from lowbitrl.trainer.logprobs import check_head, response_logprobs
 from lowbitrl.trainer.optim import MasterOptimizer, OptimizerConfig
+from lowbitrl.trainer.routes import RoutePass, agreement_metrics
 
 Metrics = dict[str, float]
+RoutesOf = Callable[[TrainingBatch], RoutePass | None]
 
 
 class ObjectiveConfig(BaseModel):
@@ -82,6 +86,10 @@ class TrainerConfig(BaseModel):
         layout: "padded" rows, or "packed" into one row with restarting positions.
         logprob_chunk: hidden states scored at once by the output head.
         gradient_checkpointing: recompute layers in backward instead of keeping activations.
+        routing_replay: experts of the learner's passes in a mixture of experts. "none": its routers
+            choose. "R3": those that the rollout took (it must record them), in every pass. "R2":
+            those that the learner chose when it first scored the batch, in the passes after it; a
+            batch of one optimizer step has no such passes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,6 +101,7 @@ class TrainerConfig(BaseModel):
     layout: Layout = "padded"
     logprob_chunk: int = Field(1024, ge=1)
     gradient_checkpointing: bool = False
+    routing_replay: Literal["none", "R2", "R3"] = "none"
 
 
 class NonFiniteError(RuntimeError):
@@ -120,6 +129,10 @@ class Trainer:
     ) -> None:
         check_head(model)
         self.model = model
+        if config.routing_replay != "none" and not attachment(model).routing.names:
+            raise ValueError(
+                f"routing_replay={config.routing_replay!r} needs a mixture of experts; this model has no routers"
+            )
         self.config = config
         self.objective = objective
         self.temperature = temperature
@@ -135,12 +148,41 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, batch: TrainingBatch, model: PreTrainedModel | None = None) -> Tensor:
-        """Log-probabilities of the responses, (B, T) fp32 on the CPU, zeros where masked."""
-        scores = torch.zeros_like(batch.rollout_logprobs)
+        """Log-probabilities of the responses, (B, T) fp32 on the CPU, zeros where masked.
+
+        Experts are replayed as far as `routing_replay` and the batch's routes say; another model's never.
+        """
+        return self._score(batch, self._routes if model is None else _own_choice, model)[0]
+
+    def _score(
+        self, batch: TrainingBatch, passes: RoutesOf, model: PreTrainedModel | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Log-probabilities (B, T), and the experts chosen by row where `passes` records them."""
+        scores, chosen = torch.zeros_like(batch.rollout_logprobs), {}
         for rows in micro_batches(batch.lengths, self.config.micro_batch_tokens, self.config.layout):
-            logprobs, _ = self._forward(batch.select(rows), model)
+            micro = batch.select(rows)
+            routes = passes(micro)
+            logprobs, _ = self._forward(micro, routes, model)
             scores[rows, : logprobs.shape[1]] = logprobs.cpu()
-        return scores
+            chosen.update(zip(rows, routes.own if routes else (), strict=False))
+        return scores, chosen
+
+    def _routes(self, batch: TrainingBatch) -> RoutePass | None:
+        """What the routers are told in a pass over `batch`."""
+        replay = self.config.routing_replay != "none"
+        if self.config.routing_replay == "R3" and batch.routes is None:
+            raise ValueError(
+                "routing_replay='R3' needs the rollout's routes; set rollout.record_routing=true"
+            )
+        return None if batch.routes is None else RoutePass(batch.routes, replay)
+
+    @torch.no_grad()
+    def _first_score(self, batch: TrainingBatch) -> tuple[Tensor, TrainingBatch]:
+        """Old log-probabilities, and the batch whose routes the passes after them replay."""
+        if self.config.routing_replay != "R2":
+            return self.score(batch), batch
+        scores, chosen = self._score(batch, lambda micro: RoutePass())
+        return scores, dataclasses.replace(batch, routes=tuple(chosen[row] for row in range(len(batch))))
 
     def update(self, batch: TrainingBatch, step: int) -> Metrics:
         """Train on one batch of rollouts.
@@ -152,7 +194,11 @@ class Trainer:
             NonFiniteError: naming the step and what was not finite; parameters are as before the
                 optimizer step that failed.
         """
-        old = self.score(batch) if self._needs_old(len(batch)) else None
+        old = None
+        if self._needs_old(len(batch)):
+            old, batch = self._first_score(batch)
+        elif self.config.routing_replay == "R2":
+            batch = dataclasses.replace(batch, routes=None)
         reference = self.score(batch, self.reference) if self.reference is not None else None
         total: list[tuple[int, Metrics]] = []
         seen = torch.zeros_like(batch.rollout_logprobs)
@@ -191,13 +237,15 @@ class Trainer:
         seen, parts, loss_sum = torch.zeros_like(batch.rollout_logprobs), [], 0.0
         for rows in micro_batches(batch.lengths, self.config.micro_batch_tokens, self.config.layout):
             micro = batch.select(rows)
-            logprobs, entropy = self._forward(micro)
+            routes = self._routes(micro)
+            logprobs, entropy = self._forward(micro, routes)
             width = logprobs.shape[1]
             seen[rows, :width] = logprobs.detach().cpu()
             out = self._loss(micro, logprobs, entropy, _rows(old, rows), _rows(reference, rows), denominator)
             loss_sum += self._checked("loss", out.loss, step, micro)
             out.loss.backward()
-            parts.append((int(micro.mask.sum()), {k: float(v) for k, v in out.metrics.items()}))
+            metrics = {k: float(v) for k, v in out.metrics.items()} | self._agreement(routes)
+            parts.append((int(micro.mask.sum()), metrics))
         norm = self.optimizer.gradient_norm()
         metrics = _mean(parts) | {
             "actor/loss": loss_sum,
@@ -206,7 +254,13 @@ class Trainer:
         self.optimizer.step(norm)
         return metrics, seen
 
-    def _forward(self, batch: TrainingBatch, model: PreTrainedModel | None = None) -> tuple[Tensor, Tensor]:
+    def _agreement(self, routes: RoutePass | None) -> Metrics:
+        by_layer = routes.agreement() if routes is not None else None
+        return {} if by_layer is None else agreement_metrics(by_layer, attachment(self.model).routing.names)
+
+    def _forward(
+        self, batch: TrainingBatch, routes: RoutePass | None, model: PreTrainedModel | None = None
+    ) -> tuple[Tensor, Tensor]:
         return response_logprobs(
             model or self.model,
             batch.prompts,
@@ -214,6 +268,7 @@ class Trainer:
             temperature=self.temperature,
             layout=self.config.layout,
             chunk=self.config.logprob_chunk,
+            routes=routes,
         )
 
     def _loss(
@@ -254,22 +309,27 @@ class Trainer:
         return number
 
 
+def _own_choice(batch: TrainingBatch) -> None:
+    """No routes: the routers choose."""
+
+
 def _refuse_dropout(model: PreTrainedModel) -> None:
-    for field in ("attention_dropout", "hidden_dropout", "resid_pdrop", "dropout"):
+    for field in ("attention_dropout", "hidden_dropout", "resid_pdrop", "dropout", "router_jitter_noise"):
         value = getattr(model.config, field, 0) or 0
         if value:
             raise ValueError(
-                f"config.{field}={value}: dropout makes the trained policy differ from the published one; set it to 0"
+                f"config.{field}={value}: noise makes the trained policy differ from the published one; set it to 0"
             )
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
+    arguments = {"use_reentrant": False, "context_fn": recomputation(model)}
     # transformers 5.24 renamed this method and its argument, and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
-        enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        enable(activation_checkpointing_kwargs=arguments)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
 def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

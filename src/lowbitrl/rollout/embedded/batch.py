@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lowbitrl.quant import real_tokens
+from lowbitrl.quant import real_tokens, routing
 from lowbitrl.rollout.embedded.sampler import sample
 from lowbitrl.rollout.types import Sampling
 
@@ -24,11 +25,12 @@ COMPACT_SHARE = 0.25
 
 @dataclass
 class Decoded:
-    """What one row has sampled so far."""
+    """What one row has sampled so far; `routes` of the tokens fed, (tokens, layers, k) a piece."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
+    routes: list[Tensor] = field(default_factory=list)
 
 
 def decode(
@@ -38,22 +40,25 @@ def decode(
     uniform: Tensor,
     sampling: Sampling,
     stop: Sequence[int],
+    record: bool = False,
 ) -> list[Decoded]:
     """Sample n rows of each prompt.
 
     Args:
         uniform: (len(prompts) * n, max_tokens) numbers in [0, 1), rows by prompt, then sample.
         stop: token ids that end a row.
+        record: keep the experts that every token fed was routed to.
 
     Returns:
         One `Decoded` a row, in the order of `uniform`.
     """
     ids, mask = pad_left(prompts, model.device)
     cache = DynamicCache(config=model.config)
-    logits = _forward(model, ids, mask, mask, cache).repeat_interleave(n, 0)
+    logits, routes = _forward(model, ids, mask, mask, cache, record)
+    logits = logits.repeat_interleave(n, 0)
     cache.batch_repeat_interleave(n)
     mask = mask.repeat_interleave(n, 0)
-    rows = [Decoded() for _ in range(len(prompts) * n)]
+    rows = [Decoded(routes=_of_prompt(routes, mask, i * n)) for i in range(len(prompts)) for _ in range(n)]
     alive = torch.arange(len(rows))
     stop_ids = torch.tensor(list(stop), device=model.device)
     for step in range(sampling.max_tokens):
@@ -69,8 +74,21 @@ def decode(
             cache.batch_select_indices(keep)
             tokens, mask, running = tokens[keep], mask[keep], running[running]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        logits = _forward(model, tokens[:, None], mask, running[:, None].to(model.device), cache)
+        real = running[:, None].to(model.device)
+        logits, routes = _forward(model, tokens[:, None], mask, real, cache, record)
+        if routes is not None:
+            for index, fed in zip(alive.tolist(), routes, strict=True):
+                if not rows[index].stopped:
+                    rows[index].routes.append(fed)
     return rows
+
+
+def _of_prompt(routes: Tensor | None, mask: Tensor, row: int) -> list[Tensor]:
+    """The routes of a prompt's real tokens; they stand on the right."""
+    if routes is None:
+        return []
+    n = len(mask) // len(routes)
+    return [routes[row // n, -int(mask[row].sum()) :]]
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -84,9 +102,13 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
     return ids.to(device), mask.to(device)
 
 
-def _forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, real: Tensor, cache: DynamicCache) -> Tensor:
+def _forward(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, real: Tensor, cache: DynamicCache, record: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Logits of the last position, and the routes of all, (rows, length, layers, k), when recorded."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    with real_tokens(model, real):
+    routes = None
+    with real_tokens(model, real), routing(model) if record else nullcontext() as seen:
         out = model(
             input_ids=ids,
             # Without padding a plain causal mask is implied, and cheaper.
@@ -96,7 +118,9 @@ def _forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, real: Tensor, ca
             logits_to_keep=1,
             **{_cache_argument(type(model)): cache},
         )
-    return out.logits[:, -1]
+        if seen is not None:
+            routes = seen.recorded().unflatten(0, ids.shape).cpu()
+    return out.logits[:, -1], routes
 
 
 @functools.cache

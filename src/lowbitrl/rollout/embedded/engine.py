@@ -41,18 +41,34 @@ class EmbeddedEngine:
             transformers' paged continuous batching; "auto" takes "continuous" when more than
             half of a padded batch would be padding.
         max_batch: most rows decoded at once by "batch"; bounds the cache.
+        record_routing: hand out the experts that each token of a completion took. "auto" then
+            means "batch": a paged batch does not say which token is whose.
 
     Raises:
-        ValueError: the model wears no plan or the learner's.
+        ValueError: the model wears no plan or the learner's; routing is to be recorded of a dense
+            model, or under "continuous".
     """
 
-    def __init__(self, model: PreTrainedModel, scheduler: Scheduler = "auto", max_batch: int = 256) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        scheduler: Scheduler = "auto",
+        max_batch: int = 256,
+        record_routing: bool = False,
+    ) -> None:
         attached = attachment(model)
         if attached.side != "rollout":
             raise ValueError("the engine needs a model prepared with side='rollout', not the learner's")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} decodes nothing; give at least 1")
+        if record_routing and scheduler == "continuous":
+            raise ValueError(
+                "routing is recorded by scheduler='batch'; 'continuous' mixes requests in one row"
+            )
+        if record_routing and not attached.routing.names:
+            raise ValueError("record_routing=True needs a mixture of experts; this model has no routers")
         self.model = model
+        self.record_routing = record_routing
         self.plan: Plan = attached.plan
         self.scheduler: Scheduler = scheduler
         self.max_batch = max_batch
@@ -145,8 +161,8 @@ class EmbeddedEngine:
         return held
 
     def _choose(self, prompts: Sequence[Sequence[int]]) -> Scheduler:
-        if self.scheduler != "auto":
-            return self.scheduler
+        if self.scheduler != "auto" or self.record_routing:
+            return "batch" if self.record_routing else self.scheduler
         lengths = [len(p) for p in prompts]
         padding = 1 - sum(lengths) / (max(lengths) * len(lengths))
         return "continuous" if padding > RAGGED else "batch"
@@ -162,7 +178,13 @@ class EmbeddedEngine:
             chosen = [prompts[p] for p in chunk]
             with torch.no_grad():
                 decoded = decode(
-                    self.model, chosen, count, torch.stack(streams), sampling, self._stop(sampling)
+                    self.model,
+                    chosen,
+                    count,
+                    torch.stack(streams),
+                    sampling,
+                    self._stop(sampling),
+                    self.record_routing,
                 )
             rows.update(zip(((p, first + j) for p in chunk for j in range(count)), decoded, strict=True))
         return [rows[p, j] for p in range(len(prompts)) for j in range(n)]
@@ -178,7 +200,10 @@ class EmbeddedEngine:
 
     def _completion(self, prompt: int, sample: int, row: Decoded) -> Completion:
         reason = "stop" if row.stopped else "length"
-        return Completion(prompt, sample, tuple(row.tokens), tuple(row.logprobs), reason, self.version)
+        routes = torch.cat(row.routes) if row.routes else None
+        return Completion(
+            prompt, sample, tuple(row.tokens), tuple(row.logprobs), reason, self.version, routes
+        )
 
     def _check(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: list[int]) -> None:
         if n < 1:
