@@ -17,6 +17,7 @@ LAYERS = [
     ("objectives",),
     ("gguf",),
     ("models", "tasks"),
+    ("upcycle",),
     ("sync",),
     ("rollout",),
     ("trainer", "evaluation"),

@@ -83,6 +83,21 @@ def demo(
 
 
 @app.command()
+def upcycle(
+    dense: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")],
+    out: Annotated[Path, typer.Option(help="folder of the new checkpoint")],
+    experts: Annotated[int, typer.Option(help="copies of every MLP")] = 8,
+    top_k: Annotated[int, typer.Option(help="experts a token takes")] = 2,
+    noise: Annotated[float, typer.Option(help="noise on each expert, in standard deviations of its weights")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of the router and the noise")] = 0,
+) -> None:
+    """Make a dense checkpoint a mixture of experts that computes the same function."""
+    from lowbitrl.upcycle import upcycle_checkpoint
+
+    _say(f"checkpoint {upcycle_checkpoint(dense, out, experts, top_k, noise, seed)}")
+
+
+@app.command()
 def doctor() -> None:
     """Say what can run here, and why the rest can't."""
     from lowbitrl.doctor import diagnose_machine
