@@ -71,12 +71,13 @@ def main() -> None:
     rollouts = {name: scored(r, "rollout", "sdpa") for name, r in columns(False).items()}
     token_scope = {name: scored(r, "rollout", "sdpa") for name, r in columns(True).items() if "+" in name}
     rows = {name: scored(r, "learner", "eager") for name, r in learners().items()}
-    table = {row: {} for row in ("bf16", "weights", "full")}
+    table = {row: {} for row in ("bf16", "weights", "weights, channels per token", "full")}
     for row, column in ((r, c) for r in table for c in rollouts):
-        if row == "full" and "+" in column:
-            table[row][column] = asdict(compare(rows[column.replace("w4a4", "full")], token_scope[column]))
-        else:
-            table[row][column] = asdict(compare(rows[row], rollouts[column]))
+        both = row == "full" and "+" in column
+        ours = rows[column.replace("w4a4", "full") if both else row.partition(",")[0]]
+        per_token = "+" in column and row not in ("bf16", "weights")
+        theirs = (token_scope if per_token else rollouts)[column]
+        table[row][column] = asdict(compare(ours, theirs))
     setup = vars(arguments) | {"out": str(arguments.out), "device": str(device)}
     setup |= {"seconds": round(time.perf_counter() - started, 1), "tokens": sum(len(c.token_ids) for c in completions)}
     write(arguments.out, table, setup | {"environment": environment(device)})
