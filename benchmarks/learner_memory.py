@@ -1,6 +1,6 @@
 """Peak memory of scoring and training on one micro-batch, against a (tokens x vocabulary) fp32 matrix.
 
-    python benchmarks/learner_memory.py --tokens 32768
+python benchmarks/learner_memory.py --tokens 32768
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main() -> None:
     prepare(model, Recipe(rollout="nvfp4", learner="weights"), "learner")
     trainer = Trainer(
         model,
-        TrainerConfig(micro_batch_tokens=arguments.tokens, gradient_checkpointing=True, logprob_chunk=arguments.chunk),
+        TrainerConfig(
+            micro_batch_tokens=arguments.tokens, gradient_checkpointing=True, logprob_chunk=arguments.chunk
+        ),
         ObjectiveConfig(name="grpo"),
         OptimizerConfig(),
     )

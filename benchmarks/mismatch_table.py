@@ -40,9 +40,7 @@ TASK = TaskConfig(name="chain_sum", options={"min_terms": 2, "max_terms": 3}, sc
 def columns(full: bool) -> dict[str, Recipe]:
     """Rollout recipes by column name; `full` chooses residual channels per token, as both sides must."""
     scope = "token" if full else "batch"
-    residual = {
-        f"w4a4 + {f:g}": Recipe(rollout="nvfp4", residual=f, residual_scope=scope) for f in FRACTIONS
-    }
+    residual = {f"w4a4 + {f:g}": Recipe(rollout="nvfp4", residual=f, residual_scope=scope) for f in FRACTIONS}
     return {name: Recipe(rollout=precision) for name, precision in PLAIN.items()} | residual
 
 
@@ -79,7 +77,10 @@ def main() -> None:
         theirs = (token_scope if per_token else rollouts)[column]
         table[row][column] = asdict(compare(ours, theirs))
     setup = vars(arguments) | {"out": str(arguments.out), "device": str(device)}
-    setup |= {"seconds": round(time.perf_counter() - started, 1), "tokens": sum(len(c.token_ids) for c in completions)}
+    setup |= {
+        "seconds": round(time.perf_counter() - started, 1),
+        "tokens": sum(len(c.token_ids) for c in completions),
+    }
     write(arguments.out, table, setup | {"environment": environment(device)})
 
 
@@ -100,7 +101,8 @@ def write(out: Path, table: dict, setup: dict) -> None:
     names = list(next(iter(table.values())))
     lines = ["| learner \\ rollout | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     lines += [
-        f"| {row} | " + " | ".join(f"{cells[n]['mean']:.3f}" for n in names) + " |" for row, cells in table.items()
+        f"| {row} | " + " | ".join(f"{cells[n]['mean']:.3f}" for n in names) + " |"
+        for row, cells in table.items()
     ]
     (out / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

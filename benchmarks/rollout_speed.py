@@ -1,6 +1,6 @@
 """Tokens a second of the embedded engine and of `model.generate`, same model, same run, alternating.
 
-    python benchmarks/rollout_speed.py --requests 64 --unique 64
+python benchmarks/rollout_speed.py --requests 64 --unique 64
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def main() -> None:
         "batch": lambda: EmbeddedEngine(model, "batch").generate(unique, samples, sampling),
     }
     if not arguments.residual:
-        engines["continuous"] = lambda: EmbeddedEngine(model, "continuous").generate(unique, samples, sampling)
+        engines["continuous"] = lambda: EmbeddedEngine(model, "continuous").generate(
+            unique, samples, sampling
+        )
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for name, engine in engines.items():
         engine()  # warm-up

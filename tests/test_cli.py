@@ -94,5 +94,9 @@ def test_doctor_says_what_runs_and_why_the_rest_does_not(monkeypatch, capsys):
 def test_help_needs_no_torch():
     code = "import sys; from lowbitrl import cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    shown = subprocess.run([sys.executable, "-m", "lowbitrl", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in shown.stdout for command in ("train", "evaluate", "plan", "report", "demo", "doctor"))
+    shown = subprocess.run(
+        [sys.executable, "-m", "lowbitrl", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(
+        command in shown.stdout for command in ("train", "evaluate", "plan", "report", "demo", "doctor")
+    )

@@ -8,7 +8,18 @@ TASK = {"task": {"name": "chain_sum", "scorer": "last-number"}}
 def test_sections_are_the_parts_own_configs(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text('seed = 3\n[task]\nname = "chain_sum"\n[recipe]\nrollout = "nvfp4"\nresidual = 0.5\n')
-    config = load_config(path, ["--trainer.steps", "7", "--recipe.residual=1.0", "--out", "runs/x", "--optimizer.betas", "[0.8, 0.9]"])
+    config = load_config(
+        path,
+        [
+            "--trainer.steps",
+            "7",
+            "--recipe.residual=1.0",
+            "--out",
+            "runs/x",
+            "--optimizer.betas",
+            "[0.8, 0.9]",
+        ],
+    )
     assert (config.seed, config.trainer.steps, config.recipe.residual, config.out) == (3, 7, 1.0, "runs/x")
     assert config.optimizer.betas == (0.8, 0.9)
     assert validate(config.model_dump(mode="json")) == config
@@ -54,11 +65,20 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_overrides_are_toml_values_or_strings():
-    pairs = parse_overrides(["--a.b", "3", "--c=true", "--d", "word", "--e", "[1, 2]", "--f", "-1", "--g", "1e-5"])
+    pairs = parse_overrides(
+        ["--a.b", "3", "--c=true", "--d", "word", "--e", "[1, 2]", "--f", "-1", "--g", "1e-5"]
+    )
     assert dict(pairs) == {"a.b": 3, "c": True, "d": "word", "e": [1, 2], "f": -1, "g": 1e-5}
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["steps", "3"], "is not an option"), (["--a.b"], "needs a value"), (["--a", "--b", "1"], "needs a value")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["steps", "3"], "is not an option"),
+        (["--a.b"], "needs a value"),
+        (["--a", "--b", "1"], "needs a value"),
+    ],
+)
 def test_overrides_that_are_none(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse_overrides(arguments)

@@ -19,6 +19,7 @@ LAYERS = [
     ("models", "tasks"),
     ("upcycle",),
     ("sync",),
+    ("checkpoints",),
     ("rollout",),
     ("trainer", "evaluation"),
     ("config", "runs"),
@@ -76,12 +77,18 @@ def test_every_module_has_a_layer():
 
 
 def test_every_module_says_why_it_exists():
-    silent = [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py") if not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [
+        str(p.relative_to(ROOT))
+        for p in ROOT.rglob("*.py")
+        if not ast.get_docstring(ast.parse(p.read_text()))
+    ]
     assert not silent
 
 
 def test_lean_import():
-    code = "import sys, lowbitrl; print(sorted({'torch', 'triton', 'vllm', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, lowbitrl; print(sorted({'torch', 'triton', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

@@ -12,7 +12,9 @@ SNIPPET = re.search(r"```python\n(.*?)```", README, re.S).group(1)
 
 
 def test_snippet_is_short():
-    assert len([line for line in SNIPPET.splitlines() if line and not line.startswith(("from", "import"))]) <= 12
+    assert (
+        len([line for line in SNIPPET.splitlines() if line and not line.startswith(("from", "import"))]) <= 12
+    )
 
 
 def test_links_and_figures_exist():

@@ -25,7 +25,12 @@ def checkpoint(folder: Path) -> Path:
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="w0", bos_token="w1", eos_token="w2", pad_token="w2", chat_template=CHAT
+        tokenizer_object=backend,
+        unk_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+        pad_token="w2",
+        chat_template=CHAT,
     )
     tiny_llama().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -11,7 +11,12 @@ from lowbitrl.rollout import Sampling
 from lowbitrl.rollout.embedded import EmbeddedEngine
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
-QUESTIONS = ("What is 7 + 5?", "Name three rivers in Europe.", "Write a sentence about the sea.", "What is a prime number?")
+QUESTIONS = (
+    "What is 7 + 5?",
+    "Name three rivers in Europe.",
+    "Write a sentence about the sea.",
+    "What is a prime number?",
+)
 
 
 def loaded(recipe, side):
@@ -26,17 +31,25 @@ def scored():
     """Log-probabilities of the same sampled tokens under three learners and two rollouts."""
     engine_model, tokenizer = loaded(Recipe(rollout="nvfp4"), "rollout")
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
         for q in QUESTIONS
     ]
-    completions = EmbeddedEngine(engine_model).generate(prompts, 4, Sampling(max_tokens=24), seeds=[0, 1, 2, 3])
+    completions = EmbeddedEngine(engine_model).generate(
+        prompts, 4, Sampling(max_tokens=24), seeds=[0, 1, 2, 3]
+    )
     residual, _ = loaded(Recipe(rollout="nvfp4", residual=0.5), "rollout")
     full, _ = loaded(Recipe(rollout="nvfp4", residual=1.0), "rollout")
     weights, _ = loaded(Recipe(rollout="nvfp4", learner="weights"), "learner")
     bf16, _ = loaded(None, "learner")
-    models = {"w4a4": engine_model, "residual 0.5": residual, "residual 1": full, "weights": weights, "bf16": bf16}
+    models = {
+        "w4a4": engine_model,
+        "residual 0.5": residual,
+        "residual 1": full,
+        "weights": weights,
+        "bf16": bf16,
+    }
     return {name: score(model, prompts, completions) for name, model in models.items()}
 
 

@@ -12,7 +12,18 @@ from lowbitrl.formats import get_format
 from lowbitrl.quant import LayerPlan, Recipe, attachment, prepare, real_tokens
 from lowbitrl.quant.linear import LearnerLinear, RolloutLinear, WeightGroup
 
-PRECISIONS = ["nvfp4", "nvfp4-w4a16", "nvfp4-w16a4", "fp8", "nvfp4-fp8", "int8", "int4", "int4-fp8", "mxfp4", "mxfp8"]
+PRECISIONS = [
+    "nvfp4",
+    "nvfp4-w4a16",
+    "nvfp4-w16a4",
+    "fp8",
+    "nvfp4-fp8",
+    "int8",
+    "int4",
+    "int4-fp8",
+    "mxfp4",
+    "mxfp8",
+]
 
 
 class Block(nn.Module):
@@ -158,7 +169,9 @@ def test_siblings_quantize_their_shared_input_once(monkeypatch):
     calls = []
     original = type(block.q_proj.site.format).fake_quantize
     monkeypatch.setattr(
-        type(block.q_proj.site.format), "fake_quantize", lambda self, x, **k: calls.append(1) or original(self, x, **k)
+        type(block.q_proj.site.format),
+        "fake_quantize",
+        lambda self, x, **k: calls.append(1) or original(self, x, **k),
     )
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     with torch.no_grad():

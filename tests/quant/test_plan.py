@@ -30,7 +30,15 @@ def test_head_embeddings_and_norms_stay_and_every_projection_is_quantized(tiny):
 
 
 def test_siblings_share_a_group_in_model_order():
-    names = ["l.0.q_proj", "l.0.k_proj", "l.0.v_proj", "l.0.o_proj", "l.0.gate_proj", "l.0.up_proj", "l.1.q_proj"]
+    names = [
+        "l.0.q_proj",
+        "l.0.k_proj",
+        "l.0.v_proj",
+        "l.0.o_proj",
+        "l.0.gate_proj",
+        "l.0.up_proj",
+        "l.1.q_proj",
+    ]
     assert fused_groups(names) == [
         ("l.0.q_proj", "l.0.k_proj", "l.0.v_proj"),
         ("l.0.o_proj",),
@@ -110,7 +118,8 @@ def test_plans_agree_by_digest_and_disagree_in_two_lines(tiny):
 
 def test_scope_is_part_of_the_digest(tiny):
     batch, token = (
-        resolve(Recipe(rollout="nvfp4", residual=0.5, residual_scope=scope), tiny) for scope in ("batch", "token")
+        resolve(Recipe(rollout="nvfp4", residual=0.5, residual_scope=scope), tiny)
+        for scope in ("batch", "token")
     )
     assert batch.digest != token.digest
     assert "residual scope" in batch.diff(token)

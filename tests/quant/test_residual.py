@@ -65,7 +65,9 @@ def test_ties_go_to_the_lower_channel():
     assert select_channels(torch.tensor([2.0, 5.0, 2.0, 2.0]), 2).tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("width", "fraction", "count"), [(576, 0.5, 288), (10, 0.3, 3), (16, 0.01, 1), (16, 1.0, 16)])
+@pytest.mark.parametrize(
+    ("width", "fraction", "count"), [(576, 0.5, 288), (10, 0.3, 3), (16, 0.01, 1), (16, 1.0, 16)]
+)
 def test_channel_counts(width, fraction, count):
     assert channel_count(width, fraction) == count
 

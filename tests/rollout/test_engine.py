@@ -115,7 +115,9 @@ def test_continuous_scheduler_agrees_with_its_own_scores():
     assert len(out) == 12
     for c, row in zip(out, scores, strict=True):
         assert c.rollout_logprobs == pytest.approx(row[-len(c.token_ids) :].tolist(), abs=2e-5)
-    assert tokens(out) == tokens(engine.generate(PROMPTS, 3, Sampling(max_tokens=5, temperature=0.8), [1, 2, 3, 4]))
+    assert tokens(out) == tokens(
+        engine.generate(PROMPTS, 3, Sampling(max_tokens=5, temperature=0.8), [1, 2, 3, 4])
+    )
     assert engine.model.config._attn_implementation == "sdpa"
 
 

@@ -163,7 +163,12 @@ def test_changed_codes_counts_bytes_that_differ():
         weight.neg_()
     second = publish(learner, 2)
     codes = sum(t.numel() for n, t in first.tensors.items() if n.endswith(".qdata"))
-    changed = int((first.tensors["model.layers.0.mlp.down_proj.qdata"] != second.tensors["model.layers.0.mlp.down_proj.qdata"]).sum())
+    changed = int(
+        (
+            first.tensors["model.layers.0.mlp.down_proj.qdata"]
+            != second.tensors["model.layers.0.mlp.down_proj.qdata"]
+        ).sum()
+    )
     assert changed > 0.9 * weight.numel() / 2
     assert changed_codes(first, second) == changed / codes
 

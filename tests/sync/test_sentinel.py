@@ -57,4 +57,6 @@ def test_blame_names_the_tensor_or_the_layer():
     # A stale decoded cache: the bytes agree, the arithmetic does not.
     rollout.model.layers[1].self_attn.o_proj.weight.data.mul_(3)
     ids = torch.tensor([[5, 6, 7, 8]])
-    assert "model.layers.1.self_attn.o_proj adds most" in blame_layer(learner, rollout, lambda m: m(input_ids=ids))
+    assert "model.layers.1.self_attn.o_proj adds most" in blame_layer(
+        learner, rollout, lambda m: m(input_ids=ids)
+    )

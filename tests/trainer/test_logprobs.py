@@ -16,7 +16,9 @@ def exact(model, temperature):
     rows = []
     for p, r in zip(PROMPTS, RESPONSES, strict=True):
         logits = model(input_ids=torch.tensor([[*p, *r]])).logits.float() / temperature
-        rows.append(logits.log_softmax(-1)[0, len(p) - 1 : -1].gather(-1, torch.tensor(r)[:, None]).squeeze(-1))
+        rows.append(
+            logits.log_softmax(-1)[0, len(p) - 1 : -1].gather(-1, torch.tensor(r)[:, None]).squeeze(-1)
+        )
     return rows
 
 
@@ -68,7 +70,11 @@ def test_micro_batches_cover_rows_once_within_the_limit(layout):
     groups = micro_batches(lengths, 20, layout)
     assert sorted(i for g in groups for i in g) == list(range(7))
     for group in groups:
-        size = sum(lengths[i] for i in group) if layout == "packed" else len(group) * max(lengths[i] for i in group)
+        size = (
+            sum(lengths[i] for i in group)
+            if layout == "packed"
+            else len(group) * max(lengths[i] for i in group)
+        )
         assert size <= 20
     with pytest.raises(ValueError, match=r"row 6 has 10 tokens, over trainer\.micro_batch_tokens=9"):
         micro_batches(lengths, 9, layout)
@@ -79,7 +85,9 @@ def test_no_chunk_keeps_its_logits():
     head = torch.nn.Linear(16, 5000, bias=False)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        chunked_logprobs(torch.randn(512, 16, requires_grad=True), head, torch.zeros(512, dtype=torch.long), 1.0, 64)
+        chunked_logprobs(
+            torch.randn(512, 16, requires_grad=True), head, torch.zeros(512, dtype=torch.long), 1.0, 64
+        )
     assert max(saved, default=0) <= head.weight.numel()
     assert sum(n for n in saved if n != head.weight.numel()) < 512 * 64
 

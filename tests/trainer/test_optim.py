@@ -19,12 +19,19 @@ def test_masters_step_like_torch_on_fp32_weights(name):
     reference = {n: p.detach().float().clone().requires_grad_() for n, p in model.named_parameters()}
     hidden = {n for n in reference if "proj" in n} if name == "muon" else set()
     adamw = torch.optim.AdamW(
-        [p for n, p in reference.items() if n not in hidden], 1e-3, betas=config.betas, eps=config.eps, weight_decay=0
+        [p for n, p in reference.items() if n not in hidden],
+        1e-3,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=0,
     )
     others = [adamw]
     if hidden:
         muon = torch.optim.Muon(
-            [p for n, p in reference.items() if n in hidden], lr=1e-3, weight_decay=0, adjust_lr_fn="match_rms_adamw"
+            [p for n, p in reference.items() if n in hidden],
+            lr=1e-3,
+            weight_decay=0,
+            adjust_lr_fn="match_rms_adamw",
         )
         others.append(muon)
     for _ in range(3):
@@ -102,6 +109,9 @@ def test_a_write_back_moves_the_version_counter_so_that_bytes_are_encoded_anew()
 
 
 def test_loading_another_models_masters_is_refused():
-    one, other = MasterOptimizer(nn.Linear(2, 2), OptimizerConfig()), MasterOptimizer(nn.Linear(2, 2, bias=False), OptimizerConfig())
+    one, other = (
+        MasterOptimizer(nn.Linear(2, 2), OptimizerConfig()),
+        MasterOptimizer(nn.Linear(2, 2, bias=False), OptimizerConfig()),
+    )
     with pytest.raises(ValueError, match="bias is on one side only"):
         one.load(dict(other.masters), other.state_dict())

@@ -113,7 +113,9 @@ def test_kl_to_the_start_is_zero_at_the_start_and_grows():
 
 def test_gradient_checkpointing_changes_nothing():
     plain = make_trainer(recipe=Recipe(rollout="nvfp4", learner="full", residual=0.5))
-    saving = make_trainer(recipe=Recipe(rollout="nvfp4", learner="full", residual=0.5), gradient_checkpointing=True)
+    saving = make_trainer(
+        recipe=Recipe(rollout="nvfp4", learner="full", residual=0.5), gradient_checkpointing=True
+    )
     for trainer in (plain, saving):
         trainer.update(batch_of(), 0)
     torch.testing.assert_close(flat(saving), flat(plain), atol=0, rtol=0)

@@ -37,7 +37,7 @@ def decode_continuous(
     Raises:
         RuntimeError: transformers lost or failed a request (it logs the cause and returns the rest).
     """
-    attention = model.config._attn_implementation
+    attention = model.config._attn_implementation or "sdpa"
     # Forked, so that sampling leaves the process's own generator where it was.
     with torch.random.fork_rng(), real_tokens(model, None):
         torch.manual_seed(seed % 2**63)
@@ -57,8 +57,9 @@ def _run(
     model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling, stop: Sequence[int]
 ) -> list[Any]:
     longest = max(map(len, prompts)) + sampling.max_tokens
-    blocks = -(-longest // PAGE) * len(prompts)
-    outputs = model.generate_batch(
+    pages: dict[str, Any] = {"num_blocks": -(-longest // PAGE) * len(prompts), PAGE_ARGUMENT: PAGE}
+    run: Any = model.generate_batch
+    outputs = run(
         prompts,
         generation_config=GenerationConfig(
             max_new_tokens=sampling.max_tokens,
@@ -70,8 +71,7 @@ def _run(
         ),
         continuous_batching_config=ContinuousBatchingConfig(
             return_logprobs=True,
-            num_blocks=blocks,
-            **{PAGE_ARGUMENT: PAGE},
+            **pages,
             max_batch_tokens=max(512, len(prompts), max(map(len, prompts))),
             # A CUDA graph pads its inputs with rows that a batch-scoped residual would count.
             use_cuda_graph=False,
