@@ -206,7 +206,7 @@ def test_two_writers_cannot_share_a_folder(tmp_path):
 
 def test_resuming_under_another_recipe_is_refused(tmp_path):
     train(config(tmp_path), say=quiet)
-    with pytest.raises(ValueError, match="resume with the recipe in the run's config.json"):
+    with pytest.raises(ValueError, match=r"resume with the recipe in the run's config\.json"):
         train(config(tmp_path, recipe={"residual": 1.0}), resume=True, say=quiet)
 
 

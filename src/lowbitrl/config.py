@@ -62,15 +62,15 @@ class RolloutConfig(_Section):
         keep: completions written to the run folder each step.
     """
 
-    prompts: int = Field(16, ge=1)
-    samples: int = Field(16, ge=1)
-    max_tokens: int = Field(128, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    prompts: int = Field(default=16, ge=1)
+    samples: int = Field(default=16, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
     scheduler: Literal["auto", "batch", "continuous"] = "auto"
-    max_batch: int = Field(256, ge=1)
+    max_batch: int = Field(default=256, ge=1)
     record_routing: bool = False
     keep_decoded_experts: bool = False
-    keep: int = Field(8, ge=0)
+    keep: int = Field(default=8, ge=0)
 
     def sampling(self) -> Sampling:
         """The engine's sampling parameters."""
@@ -85,10 +85,10 @@ class EvaluationConfig(_Section):
         count: held-out prompts; 0 takes all. samples: completions of each. k: of pass@k.
     """
 
-    every: int = Field(0, ge=0)
-    count: int = Field(0, ge=0)
-    samples: int = Field(4, ge=1)
-    k: int = Field(4, ge=1)
+    every: int = Field(default=0, ge=0)
+    count: int = Field(default=0, ge=0)
+    samples: int = Field(default=4, ge=1)
+    k: int = Field(default=4, ge=1)
 
     @model_validator(mode="after")
     def _k_of_n(self) -> EvaluationConfig:
@@ -105,17 +105,17 @@ class CheckpointConfig(_Section):
         keep: newest checkpoints kept. final: whether to save at the end.
     """
 
-    every: int = Field(0, ge=0)
-    keep: int = Field(2, ge=1)
+    every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)
     final: bool = True
 
 
 class RunConfig(_Section):
     """Everything that decides a run."""
 
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     out: str = "runs/run"
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """CPU threads for torch; 0 leaves torch's choice."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig

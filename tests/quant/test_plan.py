@@ -112,8 +112,10 @@ def test_plans_agree_by_digest_and_disagree_in_two_lines(tiny):
     assert plan.diff(plan) == ""
     other = resolve(Recipe(rollout="nvfp4", residual=0.5, keep=("lm_head", "*.1.mlp.down_proj")), tiny)
     mine, theirs = plan.diff(other).splitlines()
-    assert mine.startswith("- model.layers.1.mlp.down_proj") and "nvfp4-token" in mine
-    assert theirs.startswith("+ model.layers.1.mlp.down_proj") and "kept by" in theirs
+    assert mine.startswith("- model.layers.1.mlp.down_proj")
+    assert "nvfp4-token" in mine
+    assert theirs.startswith("+ model.layers.1.mlp.down_proj")
+    assert "kept by" in theirs
 
 
 def test_scope_is_part_of_the_digest(tiny):

@@ -29,10 +29,10 @@ class SentinelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sequences: int = Field(4, ge=0)
-    factor: float = Field(4.0, gt=1)
-    slack: float = Field(0.1, ge=0)
-    window: int = Field(16, ge=1)
+    sequences: int = Field(default=4, ge=0)
+    factor: float = Field(default=4.0, gt=1)
+    slack: float = Field(default=0.1, ge=0)
+    window: int = Field(default=16, ge=1)
 
 
 class SentinelError(RuntimeError):

@@ -30,14 +30,14 @@ class OptimizerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = Field(1e-6, gt=0)
-    muon_learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
+    muon_learning_rate: float = Field(default=1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-15, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.95, ge=0, lt=1)
-    warmup_steps: int = Field(0, ge=0)
-    max_grad_norm: float = Field(1.0, ge=0)
+    eps: float = Field(default=1e-15, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
 
 
 class MasterOptimizer:

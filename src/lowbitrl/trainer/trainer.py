@@ -52,7 +52,7 @@ class ObjectiveConfig(BaseModel):
     floor: float | None = None
     count_rejected: bool | None = None
     aggregate: str | None = None
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
     advantage_scale: Literal["std", "none"] = "std"
@@ -94,12 +94,12 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: int = Field(100, ge=1)
-    mini_batch: int = Field(0, ge=0)
-    epochs: int = Field(1, ge=1)
-    micro_batch_tokens: int = Field(8192, ge=1)
+    steps: int = Field(default=100, ge=1)
+    mini_batch: int = Field(default=0, ge=0)
+    epochs: int = Field(default=1, ge=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
     layout: Layout = "padded"
-    logprob_chunk: int = Field(1024, ge=1)
+    logprob_chunk: int = Field(default=1024, ge=1)
     gradient_checkpointing: bool = False
     routing_replay: Literal["none", "R2", "R3"] = "none"
 
