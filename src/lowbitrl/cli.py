@@ -63,6 +63,25 @@ def plan(
 
 
 @app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")],
+    recipe: Annotated[Path, typer.Option(help="a TOML recipe; only its recipe section is used")],
+    out: Annotated[Path, typer.Option(help="folder to write; must not exist, or be empty")],
+    layout: Annotated[str, typer.Option(help="or modelopt (NVFP4 only)")] = "compressed-tensors",
+    calibration: Annotated[Path | None, typer.Option(help="texts, one a line: static scales for NVFP4 W4A4")] = None,
+) -> None:
+    """Write a model's weights, encoded by a recipe, as a checkpoint that vLLM and transformers load."""
+    from lowbitrl.checkpoints import quantize_checkpoint
+    from lowbitrl.config import load_config
+
+    texts = calibration.read_text().splitlines() if calibration else ()
+    texts = [text for text in texts if text.strip()]
+    written = quantize_checkpoint(model, load_config(recipe).recipe, out, layout, calibration=texts)
+    for line in (written.plan.summary(), *written.notes, f"checkpoint {written.folder}"):
+        _say(line)
+
+
+@app.command()
 def report(runs: Annotated[list[Path], typer.Argument(help="run folders, compared side by side")]) -> None:
     """Redraw figures and report.html from the metrics of one or more runs, finished or not."""
     from lowbitrl.diagnose.report import write_report
