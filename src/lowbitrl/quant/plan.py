@@ -86,6 +86,20 @@ class Plan:
         return {layer.parameter: layer for layer in self.layers if layer.weight}
 
     @cached_property
+    def exported(self) -> dict[str, LayerPlan]:
+        """Rows whose weights ship as bytes, by the names that `export` gives them: stacks one expert a row."""
+        rows: dict[str, LayerPlan] = {}
+        for layer in self.by_parameter.values():
+            if layer.layout is None:
+                rows[layer.name] = layer
+                continue
+            count, height, width = layer.shape
+            shape = (height // len(layer.layout.names), width)
+            for name in (n.format(expert) for expert in range(count) for n in layer.layout.names):
+                rows[name] = dataclasses.replace(layer, name=name, shape=shape, layout=None)
+        return rows
+
+    @cached_property
     def quantized(self) -> tuple[LayerPlan, ...]:
         """Rows that leave BF16 on the rollout side."""
         return tuple(layer for layer in self.layers if layer.quantized)

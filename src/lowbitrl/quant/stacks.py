@@ -107,7 +107,7 @@ def split(canonical: Tensor, layout: StackLayout) -> Iterator[tuple[str, Tensor]
     """(checkpoint name, matrix) of every expert's parts."""
     for expert, whole in enumerate(canonical):
         for name, part in zip(layout.names, whole.chunk(len(layout.names), 0), strict=True):
-            yield name.format(expert), part.contiguous()
+            yield name.format(expert), part.clone(memory_format=torch.contiguous_format)
 
 
 def encode_stack(canonical: Tensor, fmt: Format, name: str) -> QuantizedTensor:
@@ -140,8 +140,12 @@ def unfuse(stack: QuantizedTensor, layout: StackLayout) -> Iterator[tuple[str, Q
     for expert in range(stack.shape[0]):
         tensors = select(stack, expert).tensors()
         for part, name in enumerate(layout.names):
-            # Codes and scales follow the rows; gate and up share what there is one of.
-            own = {k: t.reshape(()) if k == scalar else t.chunk(count, 0)[part] for k, t in tensors.items()}
+            # Codes and scales follow the rows; gate and up share what there is one of. Copies: a file
+            # of tensors refuses those that share memory.
+            own = {
+                k: (t.reshape(()) if k == scalar else t.chunk(count, 0)[part]).clone()
+                for k, t in tensors.items()
+            }
             yield (
                 name.format(expert),
                 QuantizedTensor.from_tensors(own, (height, stack.shape[-1]), stack.format),
