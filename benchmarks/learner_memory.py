@@ -16,8 +16,7 @@ from lowbitrl.assemble import pick_device
 from lowbitrl.models import load_model
 from lowbitrl.quant import Recipe, prepare
 from lowbitrl.runs import environment
-from lowbitrl.trainer import OptimizerConfig, Trainer, TrainerConfig, TrainingBatch
-from lowbitrl.trainer.trainer import ObjectiveConfig
+from lowbitrl.trainer import ObjectiveConfig, OptimizerConfig, Trainer, TrainerConfig, TrainingBatch
 
 GIB = 2**30
 

@@ -15,7 +15,7 @@ from lowbitrl.loop import train
 from lowbitrl.quant import PRECISIONS
 from lowbitrl.runs import read_metrics
 from lowbitrl.sync.sentinel import SentinelError
-from lowbitrl.trainer.trainer import NonFiniteError
+from lowbitrl.trainer import NonFiniteError
 from tests.tiny_run import config
 
 quiet = lambda line: None  # noqa: E731

@@ -24,8 +24,8 @@ from lowbitrl.quant.recipe import Recipe
 from lowbitrl.rollout.types import Sampling
 from lowbitrl.sync.sentinel import SentinelConfig
 from lowbitrl.tasks import TaskConfig
+from lowbitrl.trainer.config import ObjectiveConfig, TrainerConfig
 from lowbitrl.trainer.optim import OptimizerConfig
-from lowbitrl.trainer.trainer import ObjectiveConfig, TrainerConfig
 
 
 class ConfigError(ValueError):

@@ -9,10 +9,9 @@ from lowbitrl.quant import Recipe, prepare
 from lowbitrl.rollout import Sampling
 from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.sync.publisher import publish
-from lowbitrl.trainer import OptimizerConfig, Trainer, TrainerConfig, TrainingBatch
+from lowbitrl.trainer import ObjectiveConfig, OptimizerConfig, Trainer, TrainerConfig, TrainingBatch
 from lowbitrl.trainer.logprobs import response_logprobs
 from lowbitrl.trainer.routes import RoutePass
-from lowbitrl.trainer.trainer import ObjectiveConfig
 from tests.conftest import tiny_llama
 from tests.moe_models import tiny_moe
 

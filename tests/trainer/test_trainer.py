@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from lowbitrl.quant import Recipe, prepare
-from lowbitrl.trainer import OptimizerConfig, Trainer, TrainerConfig, TrainingBatch
-from lowbitrl.trainer.trainer import NonFiniteError, ObjectiveConfig
+from lowbitrl.trainer import (
+    NonFiniteError,
+    ObjectiveConfig,
+    OptimizerConfig,
+    Trainer,
+    TrainerConfig,
+    TrainingBatch,
+)
 from tests.conftest import tiny_llama
 
 
