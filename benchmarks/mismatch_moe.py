@@ -1,0 +1,310 @@
+"""The mismatch table on a real mixture of experts: SmolLM2 upcycled, its experts made to differ, then measured.
+
+    upcycle    every MLP of the dense model copied to --experts experts, --top-k of them taken
+    fine-tune  --tune-steps of next-token prediction on several reasoning-gym tasks at once (prompt and
+               answer), so that experts and router stop being copies; how far they came is in the output
+    measure    a plain NVFP4 W4A4 engine samples; every rollout precision (columns) and learner alignment
+               (rows) scores those tokens; residual at the paper's site (W13) and at every site, channels
+               per batch (QUADS) and per token; learner with eager attention, rollout with SDPA
+    blocks     L2 distance of every MoE block's input and output between the sides (QUADS figures 7, 4b)
+    routing    mismatch split in a routing and an arithmetic term, router agreement by layer
+
+    python benchmarks/mismatch_moe.py --out results/mismatch-moe-smollm2 --prompts 64 --samples 8 \\
+        --max-tokens 64 --tune-steps 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from lowbitrl.assemble import pick_device
+from lowbitrl.diagnose import compare
+from lowbitrl.diagnose.experts import block_distances, routing_term
+from lowbitrl.diagnose.mismatch import score
+from lowbitrl.models import load_model
+from lowbitrl.quant import Recipe, prepare, real_tokens
+from lowbitrl.quant.topology import expert_stacks
+from lowbitrl.rollout import Sampling
+from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.rollout.embedded.batch import pad_left
+from lowbitrl.runs import environment
+from lowbitrl.tasks import TaskConfig, completion_text, encode_prompt, make_task
+from lowbitrl.trainer.batch import arrange
+from lowbitrl.upcycle import upcycle
+
+FRACTIONS = (0.125, 0.25, 0.5, 0.75, 1.0)
+EVERYWHERE = ("w13", "w2", "attention", "other")
+TASKS = (
+    "chain_sum",
+    "letter_counting",
+    "spell_backward",
+    "number_sorting",
+    "word_sorting",
+    "base_conversion",
+)
+SAMPLED = TaskConfig(name="chain_sum", options={"min_terms": 2, "max_terms": 3}, scorer="last-number")
+PLAIN = {"bf16": "bf16", "w4a16": "nvfp4-w4a16", "w16a4": "nvfp4-w16a4", "w4a4": "nvfp4"}
+LEARNERS = {a: Recipe(rollout="nvfp4", learner=a) for a in ("bf16", "weights", "full")}
+
+
+def rollouts() -> dict[str, Recipe]:
+    """Rollout recipes by column name."""
+    columns = {name: Recipe(rollout=precision) for name, precision in PLAIN.items()}
+    for scope, fraction in itertools.product(("batch", "token"), FRACTIONS):
+        w13 = Recipe(rollout="nvfp4", residual=fraction, residual_scope=scope)
+        columns[f"w13 {fraction:g} per {scope}"] = w13
+        every = replace(w13, residual_sites=dict.fromkeys(EVERYWHERE, fraction))
+        columns[f"every site {fraction:g} per {scope}"] = every
+    return columns
+
+
+class Bench:
+    """The tuned mixture and the settings of a run."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.device = arguments, pick_device(arguments.device)
+        self.dense, self.tokenizer = load_model(arguments.model, "float32")
+        self.base = upcycle(self.dense, arguments.experts, arguments.top_k, arguments.noise, arguments.seed)
+
+    def side(self, recipe: Recipe, side: str) -> torch.nn.Module:
+        """A fresh BF16 copy wearing `recipe`."""
+        model = copy.deepcopy(self.base).to(self.device)
+        model.set_attn_implementation("eager" if side == "learner" else "sdpa")
+        prepare(model, recipe, side, keep_decoded_experts=side == "rollout")
+        return model
+
+    def tune(self) -> list[float]:
+        """Fine-tune in fp32, then cast to BF16; returns the loss of every step."""
+        model = self.base.to(self.device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.arguments.tune_lr, betas=(0.9, 0.95))
+        losses = []
+        for prompts, answers in itertools.islice(self._texts(), self.arguments.tune_steps):
+            batch = arrange([p[:1] for p in prompts], [p[1:] + a for p, a in zip(prompts, answers, strict=True)],
+                            "padded", self.device)  # fmt: skip
+            logits = model(
+                input_ids=batch.ids, attention_mask=batch.attention_mask, position_ids=batch.positions
+            )
+            predicted = logits.logits.flatten(0, 1)[batch.predicts]
+            loss = torch.nn.functional.cross_entropy(predicted.float(), batch.targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        self.base = model.to(torch.bfloat16).cpu().eval()
+        return losses
+
+    def _texts(self):
+        """Batches of (prompt ids, answer ids), tasks in turn within a batch."""
+        tasks = [make_task(TaskConfig(name=name, held_out=0)) for name in TASKS]
+        for step in itertools.count():
+            drawn = [task.prompts("train", step * 4, 4) for task in tasks]
+            prompts = [p for group in drawn for p in group]
+            ends = [self.tokenizer.eos_token_id]
+            yield (
+                [encode_prompt(self.tokenizer, p, self.arguments.tune_tokens) for p in prompts],
+                [self.tokenizer.encode(f"{p.answer}", add_special_tokens=False) + ends for p in prompts],
+            )
+
+    def draw(self, recipe: Recipe) -> tuple[list, list]:
+        """Prompts and completions of an engine, with routes."""
+        engine = EmbeddedEngine(self.side(recipe, "rollout"), record_routing=True)
+        task = make_task(SAMPLED)
+        prompts = [task.encode(self.tokenizer, p) for p in task.prompts("train", 0, self.arguments.prompts)]
+        sampling = Sampling(max_tokens=self.arguments.max_tokens)
+        return prompts, engine.generate(prompts, self.arguments.samples, sampling)
+
+
+def divergence(model: torch.nn.Module) -> dict[str, float]:
+    """How far the experts of a stack are from their mean, as a share of its norm, by layer: mean and range."""
+    shares = []
+    for name, module in expert_stacks(model).items():
+        stack = getattr(module, name.rpartition(".")[2]).detach().float().flatten(1)
+        shares.append(float((stack - stack.mean(0)).norm(dim=1).mean() / stack.mean(0).norm()))
+    return {"mean": sum(shares) / len(shares), "min": min(shares), "max": max(shares)}
+
+
+def mismatches(bench: Bench, prompts: list, completions: list) -> dict[str, dict[str, dict]]:
+    """Row (alignment) x column (rollout): every figure of `compare`."""
+
+    def scored(recipe: Recipe, side: str) -> list[Tensor]:
+        tokens = bench.arguments.micro_batch_tokens
+        return score(bench.side(recipe, side), prompts, completions, micro_batch_tokens=tokens)
+
+    rows = {name: scored(recipe, "learner") for name, recipe in LEARNERS.items()}
+    table: dict[str, dict[str, dict]] = {name: {} for name in rows}
+    for column, recipe in rollouts().items():
+        theirs = scored(recipe, "rollout")
+        for row, ours in rows.items():
+            # Symmetric alignment means the residual on both sides, which only channels per token allow.
+            if row == "full" and recipe.compensates:
+                if recipe.scope == "batch":
+                    continue
+                ours = scored(replace(recipe, learner="full"), "learner")
+            table[row][column] = asdict(compare(ours, theirs))
+        print(
+            f"{column:28}",
+            *(f"{row} {cells[column]['mean']:.4f}" for row, cells in table.items() if column in cells),
+        )
+    return table
+
+
+def blocks(bench: Bench, prompts: list, completions: list) -> dict[str, list[dict]]:
+    """MoE block distances by configuration (learner / rollout), as in QUADS figures 4b and 7."""
+    chosen = completions[: bench.arguments.block_rows]
+    ids, real = pad_left([[*prompts[c.prompt_index], *c.token_ids] for c in chosen], bench.device)
+
+    def run(model: torch.nn.Module) -> None:
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        with real_tokens(model, real):
+            model.base_model(
+                input_ids=ids, attention_mask=real.long(), position_ids=positions, use_cache=False
+            )
+
+    plain, residual = Recipe(rollout="nvfp4"), Recipe(rollout="nvfp4", residual=0.5)
+    pairs = {
+        "bf16 / bf16": (Recipe(), Recipe()),
+        "bf16 / w4a4": (LEARNERS["bf16"], plain),
+        "w4a16 / w4a4": (LEARNERS["weights"], plain),
+        "w4a16 / w4a4 + 0.5": (LEARNERS["weights"], residual),
+        "w4a4 / w4a4": (LEARNERS["full"], plain),
+    }
+    return {
+        name: [
+            asdict(b)
+            for b in block_distances(bench.side(ours, "learner"), bench.side(theirs, "rollout"), run, real)
+        ]
+        for name, (ours, theirs) in pairs.items()
+    }
+
+
+def routing(bench: Bench) -> dict[str, dict]:
+    """The two terms of the mismatch for a weight-aligned learner, each rollout sampling for itself."""
+    terms = {}
+    for name in ("w4a16", "w4a4", "w13 0.5 per batch", "w13 1 per batch", "every site 1 per batch"):
+        prompts, completions = bench.draw(rollouts()[name])
+        learner = bench.side(LEARNERS["weights"], "learner")
+        tokens = bench.arguments.micro_batch_tokens
+        terms[name] = asdict(routing_term(learner, prompts, completions, micro_batch_tokens=tokens))
+    return terms
+
+
+def main() -> None:
+    """Upcycle, tune, measure, write."""
+    arguments = parse()
+    torch.manual_seed(arguments.seed)
+    started = time.perf_counter()
+    bench = Bench(arguments)
+    before = divergence(bench.base)
+    losses = bench.tune()
+    tuned = {"loss": losses, "divergence_before": before, "divergence_after": divergence(bench.base)}
+    print(f"tuned: loss {losses[0]:.3f} -> {losses[-1]:.3f}, experts {before['mean']:.4f} -> "
+          f"{tuned['divergence_after']['mean']:.4f} of their mean's norm")  # fmt: skip
+    prompts, completions = bench.draw(Recipe(rollout="nvfp4"))
+    results = {
+        "table": mismatches(bench, prompts, completions),
+        "blocks": blocks(bench, prompts, completions),
+        "routing": routing(bench),
+    }
+    setup = vars(arguments) | {"out": str(arguments.out), "device": str(bench.device)}
+    setup |= {
+        "seconds": round(time.perf_counter() - started, 1),
+        "tokens": sum(len(c.token_ids) for c in completions),
+    }
+    setup |= {"sample": completion_text(bench.tokenizer, completions[0].token_ids)}
+    write(arguments.out, results, {"setup": setup, "tuned": tuned, "environment": environment(bench.device)})
+
+
+def write(out: Path, results: dict, facts: dict) -> None:
+    """results.json, tables to read, two pictures."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(facts | results, indent=2) + "\n")
+    text = "\n\n".join([*tables(results["table"]), routing_table(results["routing"])])
+    (out / "tables.md").write_text(text + "\n")
+    print(text)
+    draw_blocks(results["blocks"], out / "blocks.png")
+
+
+def tables(table: dict[str, dict[str, dict]]) -> list[str]:
+    """Mean and largest mismatch: precisions and fractions down, alignments across."""
+    columns = list(table["bf16"])
+    texts = []
+    for figure in ("mean", "max"):
+        lines = [
+            f"{figure} |log p learner - log p rollout|, nats",
+            "",
+            "| rollout | " + " | ".join(table) + " |",
+        ]
+        lines.append("|---|" + "---|" * len(table))
+        for column in columns:
+            cells = [f"{rows[column][figure]:.4f}" if column in rows else "-" for rows in table.values()]
+            lines.append(f"| {column} | " + " | ".join(cells) + " |")
+        texts.append("\n".join(lines))
+    return texts
+
+
+def routing_table(terms: dict[str, dict]) -> str:
+    """Total, arithmetic and routing terms, and the mean router agreement, one rollout a line."""
+    lines = ["learner weights: mean nats", "", "| rollout | total | under its routes | routing | agreement |"]
+    lines.append("|---|---|---|---|---|")
+    for name, term in terms.items():
+        parts = [f"{term[part]['mean']:.4f}" for part in ("total", "arithmetic", "routing")]
+        lines.append(
+            f"| {name} | " + " | ".join([*parts, f"{term['agreement']['routing/agreement']:.4f}"]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def draw_blocks(distances: dict[str, list[dict]], path: Path) -> None:
+    """Input and output L2 by layer, one line a configuration."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
+    for axis, end in zip(axes, ("input", "output"), strict=True):
+        for name, found in distances.items():
+            axis.plot([b["layer"] for b in found], [b[end] for b in found], marker=".", label=name)
+        axis.set_title(f"MoE {end}, mean L2 distance of a token", fontsize=10)
+        axis.set_xlabel("layer")
+        axis.set_yscale("log")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, title="learner / rollout")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    """Defaults suit a GPU with 40 GB or more; the fine-tune holds fp32 weights, gradients and two moments."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--noise", type=float, default=0.05, help="on each expert, before the fine-tune")
+    parser.add_argument("--tune-steps", type=int, default=300)
+    parser.add_argument("--tune-lr", type=float, default=5e-5)
+    parser.add_argument("--tune-tokens", type=int, default=512, help="longest prompt of the fine-tune")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--block-rows", type=int, default=32, help="responses of the block distances")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/mismatch-moe-smollm2"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
