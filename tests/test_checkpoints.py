@@ -30,6 +30,7 @@ from lowbitrl.formats.int4 import w4a8
 from lowbitrl.formats.nvfp4 import encode_global
 from lowbitrl.quant import Recipe, export, resolve
 from tests.conftest import tiny_llama
+from tests.moe_models import tiny_moe
 from tests.tiny_run import checkpoint
 
 IDS = torch.arange(3, 40).view(1, -1)
@@ -286,6 +287,74 @@ def test_a_subclass_that_compressed_tensors_would_not_match_is_refused(model_fol
     with pytest.raises(ValueError, match=r"disagree about 1 modules, the first lm_head"):
         quantize_checkpoint(model_folder, Recipe(rollout="fp8"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+# Mixtures of experts --------------------------------------------------------------------------------------
+
+
+def moe_folder(kind, folder):
+    checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    tiny_moe(kind).save_pretrained(folder)
+    return folder
+
+
+def dense(folder, source, into):
+    """What load_quantized decodes, as an ordinary checkpoint in the names of the disk."""
+    into.mkdir()
+    decoded = {n: t.contiguous() for n, t in load_quantized(folder).state_dict().items()}
+    save_file(decoded, into / "model.safetensors", metadata={"format": "pt"})
+    load(source).config.save_pretrained(into)
+    return load(into)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        "fp8",
+        "int4",
+        pytest.param(
+            "nvfp4-w4a16", marks=pytest.mark.xfail(strict=True, reason="transformers drops global scales")
+        ),
+    ],
+)
+def test_transformers_loads_our_experts(kind, rollout, tmp_path):
+    source = moe_folder(kind, tmp_path / "model")
+    written = quantize_checkpoint(source, Recipe(rollout=rollout), tmp_path / "out")
+    assert any("experts" in note for note in written.notes) == (rollout == "nvfp4-w4a16")
+    ours = dense(tmp_path / "out", source, tmp_path / "dense")
+    theirs = load(tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True))
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(theirs.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_load_back_bit_exact_under_their_names_on_disk(kind, layout, tmp_path):
+    source = moe_folder(kind, tmp_path / "model")
+    quantize_checkpoint(source, Recipe(rollout="nvfp4"), tmp_path / "out", layout)
+    _, ours = encoded(source, "nvfp4")
+    back = load_quantized(tmp_path / "out")
+    assert back.notes == ()
+    assert sum("experts.3." in name for name in back.weights) == 6
+    for name, q in back.weights.items():
+        assert all(same(t, ours[f"{name}.{part}"]) for part, t in q.tensors().items())
+    ignored = quantization_config(tmp_path / "out")["ignore"]
+    router = "block_sparse_moe.gate" if kind == "mixtral" else "mlp.gate"
+    assert {f"model.layers.{i}.{router}" for i in (0, 1)} < set(ignored)
+
+
+def test_experts_that_live_on_disk_as_stacks_are_refused(tmp_path):
+    source = moe_folder("gpt_oss", tmp_path / "model")
+    with pytest.raises(ValueError, match="keeps its experts as stacks on disk"):
+        quantize_checkpoint(source, Recipe(rollout="fp8"), tmp_path / "out")
+
+
+def test_experts_cannot_be_calibrated(tmp_path):
+    source = moe_folder("qwen3_moe", tmp_path / "model")
+    with pytest.raises(ValueError, match="cannot see what enters single experts"):
+        quantize_checkpoint(source, Recipe(rollout="nvfp4"), tmp_path / "out", calibration=["w3 w4"])
 
 
 # The folder -----------------------------------------------------------------------------------------------

@@ -64,9 +64,8 @@ def compressed_tensors_config(plan: Plan, model: nn.Module) -> dict[str, Any]:
     from compressed_tensors import __version__
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
-    quantized = [layer for layer in plan.layers if layer.weight]
     by_format: dict[tuple[str, str | None], list[str]] = {}
-    for layer in quantized:
+    for layer in plan.exported.values():
         assert layer.weight is not None
         by_format.setdefault((layer.weight, layer.activation), []).append(layer.name)
     schemes = {
@@ -91,9 +90,8 @@ def modelopt_config(plan: Plan, model: nn.Module) -> dict[str, Any]:
         ValueError: a name to ignore is part of a quantized module's, which vLLM would leave unquantized too.
     """
     ignore = _left_alone(plan, model)
-    quantized = [layer for layer in plan.layers if layer.weight]
-    _check_substrings(ignore, [layer.name for layer in quantized])
-    static = quantized[0].activation is not None
+    _check_substrings(ignore, list(plan.exported))
+    static = next(iter(plan.exported.values())).activation is not None
     number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     group: dict[str, Any] = {"weights": number, "targets": ["Linear"]}
     return {
@@ -142,8 +140,31 @@ def _arguments(preset: str, side: str) -> QuantizationArgs:
 
 
 def _left_alone(plan: Plan, model: nn.Module) -> list[str]:
-    quantized = {layer.name for layer in plan.layers if layer.weight}
-    return [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in quantized]
+    """Modules with a matrix that stays in BF16, routers included: in some engines those are linears too."""
+    names = [
+        layer.name
+        for layer in plan.layers
+        if layer.weight is None and len(layer.shape) == 2 and not _is_embedding(model, layer)
+    ]
+    blocks = _blocks_on_disk(plan)
+    renamed = [
+        disk + n.removeprefix(block) for n in names for block, disk in blocks.items() if n.startswith(block)
+    ]
+    return [*names, *(n for n in renamed if n not in names)]
+
+
+def _is_embedding(model: nn.Module, layer: LayerPlan) -> bool:
+    return layer.layout is None and isinstance(model.get_submodule(layer.name), nn.Embedding)
+
+
+def _blocks_on_disk(plan: Plan) -> dict[str, str]:
+    """Prefixes of MoE blocks: in transformers' model -> on disk, where engines read other names."""
+    blocks = {}
+    for row in plan.layers:
+        if row.layout is not None:
+            disk = row.layout.names[0].partition(".{}.")[0].rpartition(".")[0]
+            blocks[f"{row.name.rsplit('.', 2)[0]}."] = f"{disk}."
+    return blocks
 
 
 def _check_matches(groups: Mapping[str, Any], ignore: list[str], plan: Plan, model: nn.Module) -> None:
@@ -152,10 +173,12 @@ def _check_matches(groups: Mapping[str, Any], ignore: list[str], plan: Plan, mod
 
     targets = [target for scheme in groups.values() for target in scheme.targets]
     theirs = {name for name, _ in match_named_modules(model, targets, ignore)}
-    odd = sorted(theirs ^ {layer.name for layer in plan.layers if layer.weight})
+    # Experts are stacks in the model and linears on disk, where only their names can be matched.
+    odd = theirs ^ {row.name for row in plan.layers if row.weight and row.layout is None}
+    odd |= set(ignore) & plan.exported.keys()
     if odd:
         raise ValueError(
-            f"compressed-tensors and the plan disagree about {len(odd)} modules, the first {odd[0]}: a module's "
+            f"compressed-tensors and the plan disagree about {len(odd)} modules, the first {min(odd)}: a module's "
             "class or name is matched in another way; keep it, or quantize it, on both sides"
         )
 

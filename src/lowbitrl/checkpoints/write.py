@@ -126,7 +126,7 @@ def _stored(plan: Plan, layout: Layout, calibrated: bool) -> tuple[Plan, list[st
             ] = None
         return replace(layer, weight=weight, activation=activation)
 
-    return Plan(plan.recipe, tuple(store(layer) for layer in plan.layers)), list(notes)
+    return replace(plan, layers=tuple(store(layer) for layer in plan.layers)), list(notes)
 
 
 def _tensors(
@@ -161,6 +161,11 @@ def _input_amax(
     }
     if not sites:
         return {}
+    stack = next((row.name for row in plan.quantized if row.layout is not None), None)
+    if stack is not None:
+        raise ValueError(
+            f"{stack}: calibration cannot see what enters single experts; leave the texts out (weight-only)"
+        )
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(_observe(site)) for name, site in sites.items()
     ]
@@ -208,6 +213,11 @@ def _check_names(plan: Plan, layout: Layout) -> None:
             "model as it is"
         )
     for layer in quantized:
+        if layer.layout is not None and layer.layout.transposed:
+            raise ValueError(
+                f"{layer.name}: this model type keeps its experts as stacks on disk, and readers look for no others; "
+                "neither layout names quantized stacks: add '*.experts.*' to keep"
+            )
         plain = (layer.weight or "").removesuffix(":w4a8")
         if not representable(plain, layout):
             raise ValueError(
