@@ -81,7 +81,7 @@ class Bench:
 
     def side(self, recipe: Recipe, side: str) -> torch.nn.Module:
         """A fresh BF16 copy wearing `recipe`."""
-        model = copy.deepcopy(self.base).to(self.device)
+        model = copy.deepcopy(self.base)
         model.set_attn_implementation("eager" if side == "learner" else "sdpa")
         prepare(model, recipe, side, keep_decoded_experts=side == "rollout")
         return model
@@ -89,6 +89,7 @@ class Bench:
     def tune(self) -> list[float]:
         """Fine-tune in fp32, then cast to BF16; returns the loss of every step."""
         model = self.base.to(self.device).train()
+        model.set_experts_implementation("eager")
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.arguments.tune_lr, betas=(0.9, 0.95))
         losses = []
         for prompts, answers in itertools.islice(self._texts(), self.arguments.tune_steps):
@@ -104,7 +105,9 @@ class Bench:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        self.base = model.to(torch.bfloat16).cpu().eval()
+        model.zero_grad(set_to_none=True)
+        model.set_experts_implementation("grouped_mm")
+        self.base = model.to(torch.bfloat16).eval()
         return losses
 
     def _texts(self):
