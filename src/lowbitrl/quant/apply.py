@@ -138,7 +138,7 @@ def _wear_experts(
             modules[owner].__dict__["lowbitrl_experts"] = WornExperts(w13, w2)
             worn.append(modules[owner])
     if worn:
-        select_dispatch(model, worn)
+        select_dispatch(worn)
 
 
 def _projection(

@@ -272,8 +272,8 @@ def experts_forward(
     return ALL_EXPERTS_FUNCTIONS[dispatch](module, hidden_states, top_k_index, top_k_weights)
 
 
-def select_dispatch(model: nn.Module, modules: list[Any]) -> str:
-    """Point the model's experts at `experts_forward`, keeping the way to multiply it was set to.
+def select_dispatch(modules: list[Any]) -> str:
+    """Point experts modules at `experts_forward`, keeping the way to multiply they were set to.
 
     Raises:
         ValueError: a way that has no counterpart here, or experts spread over devices.
@@ -289,8 +289,7 @@ def select_dispatch(model: nn.Module, modules: list[Any]) -> str:
         raise ValueError("the experts are spread over devices; prepare a model that holds all of them")
     for name in DISPATCHES:
         ExpertsInterface.register(PREFIX + name, partial(experts_forward, dispatch=name))
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation(PREFIX + dispatch)  # type: ignore[operator]
     for module in modules:
+        # Not model.set_experts_implementation: that of transformers 5.5 takes its own names only.
         module.config._experts_implementation = PREFIX + dispatch
     return dispatch
