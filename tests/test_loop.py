@@ -204,10 +204,27 @@ def test_two_writers_cannot_share_a_folder(tmp_path):
         RunFolder(tmp_path / "r")
 
 
-def test_resuming_under_another_recipe_is_refused(tmp_path):
-    train(config(tmp_path), say=quiet)
-    with pytest.raises(ValueError, match=r"resume with the recipe in the run's config\.json"):
-        train(config(tmp_path, recipe={"residual": 1.0}), resume=True, say=quiet)
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"recipe": {"residual": 1.0}}, r"recipe\.residual is 1\.0 now and was 0\.5"),
+        ({"seed": 5}, r"seed is 5 now and was 0"),
+        ({"optimizer": {"learning_rate": 0.5}}, r"optimizer\.learning_rate is 0\.5 now and was 0\.001"),
+    ],
+)
+def test_going_on_with_other_settings_is_refused(tmp_path, sections, message):
+    folder = train(config(tmp_path), say=quiet)
+    before = lasting(folder)
+    with pytest.raises(ValueError, match=message):
+        train(config(tmp_path, **sections), resume=True, say=quiet)
+    assert lasting(folder) == before
+
+
+def test_a_run_may_go_on_for_longer_and_look_more_often(tmp_path):
+    train(config(tmp_path, "a", trainer={"steps": 2}, evaluation={"every": 0}), say=quiet)
+    train(config(tmp_path, "a", evaluation={"every": 0}), resume=True, say=quiet)
+    whole = train(config(tmp_path, "b", evaluation={"every": 0}), say=quiet)
+    assert lasting(tmp_path / "a") == lasting(whole)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ class Parts:
 
 def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: Say) -> tuple[Parts, int]:
     """Load, prepare and connect everything; returns the parts and the first step to run."""
+    if resume:
+        _check_same_run(config, run)
     device = pick_device(config.model.device)
     say(
         f"device {device}, compute {config.model.dtype}, engine embedded, scheduler {config.rollout.scheduler}"
@@ -74,8 +76,8 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     )
     saved = _resume_point(run, plan, trainer, say) if resume else None
     start = saved.state["step"] if saved else 0
+    run.write_json("config.json", config.model_dump(mode="json"))
     if not saved:
-        run.write_json("config.json", config.model_dump(mode="json"))
         run.write_json("plan.json", plan.to_dict())
         run.write_json("environment.json", environment(device) | {"split": task.split_report()})
     run.rewind(start if saved else -1)
@@ -93,6 +95,26 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
         saved.state["sentinel"] if saved else (),
     )
     return Parts(tokenizer, task, plan, trainer, engine, sentinel, published), start
+
+
+# What may change when a run goes on: how long, how often it looks and saves, where it writes.
+FREE_TO_CHANGE = frozenset({"out", "threads", "evaluation", "checkpoint", "sentinel", "trainer.steps"})
+
+
+def _check_same_run(config: RunConfig, run: RunFolder) -> None:
+    """Refuse to go on with another run's settings: the metrics would be of two runs."""
+    saved, now = run.read_json("config.json"), config.model_dump(mode="json")
+    for section in saved.keys() | now.keys():
+        before, after = saved.get(section), now.get(section)
+        nested = isinstance(before, dict) and isinstance(after, dict)
+        for key in sorted(before.keys() | after.keys()) if nested else [None]:
+            name = section if key is None else f"{section}.{key}"
+            old, new = (before, after) if key is None else (before.get(key), after.get(key))
+            if old != new and not {section, name} & FREE_TO_CHANGE:
+                raise ValueError(
+                    f"{name} is {new!r} now and was {old!r} when {run.path} started; resume with the settings in "
+                    "its config.json, or set out to another folder"
+                )
 
 
 def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> checkpoint.Checkpoint | None:

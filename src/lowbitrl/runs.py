@@ -57,6 +57,10 @@ class RunFolder:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
         os.replace(temporary, self.path / name)
 
+    def read_json(self, name: str) -> Any:
+        """What `write_json` wrote."""
+        return json.loads((self.path / name).read_text())
+
     def log(self, record: dict[str, Any]) -> None:
         """Append one line of metrics, flushed."""
         with self.metrics_file.open("a") as file:
