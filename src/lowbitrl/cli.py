@@ -68,7 +68,7 @@ def quantize(
     recipe: Annotated[Path, typer.Option(help="a TOML recipe; only its recipe section is used")],
     out: Annotated[Path, typer.Option(help="folder to write; must not exist, or be empty")],
     layout: Annotated[str, typer.Option(help="or modelopt (NVFP4 only)")] = "compressed-tensors",
-    calibration: Annotated[Path | None, typer.Option(help="texts, one a line: static scales for NVFP4 W4A4")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="texts, one a line: static W4A4 scales")] = None,
 ) -> None:
     """Write a model's weights, encoded by a recipe, as a checkpoint that vLLM and transformers load."""
     from lowbitrl.checkpoints import quantize_checkpoint

@@ -12,7 +12,9 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file
 
 from lowbitrl.checkpoints.config import _scheme
+from lowbitrl.checkpoints.write import _tiles_misguessed
 from lowbitrl.formats import get_format, known_formats
+from lowbitrl.formats.grids import from_e2m1_bytes
 from lowbitrl.formats.nvfp4 import FULL_RANGE
 from lowbitrl.quant import Recipe, export, resolve
 from lowbitrl.sync.foreign import decode_global_scale, from_layout, group_parts
@@ -103,13 +105,35 @@ def test_compressed_tensors_decodes_our_tensors_as_we_do(name):
     assert (theirs.bfloat16() != q.dequantize(torch.bfloat16)).float().mean() < 0.01
 
 
-def test_compressed_tensors_decodes_our_blocks_when_told_that_they_are_blocks():
-    # Its decompressor guesses from the shape of the scale, and takes 320 rows for tiles of 106.
-    q = get_format("fp8-block").quantize(weight(320, 256))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_how_compressed_tensors_decodes_nvfp4_otherwise(dtype):
+    # The whole of the difference: code * (scale / S) there, code * (scale * (1 / S)) in engines and here.
+    q = get_format("nvfp4").quantize(weight(256, 1024, dtype))
     parts = to_layout(q, CT)
-    args = preset_name_to_scheme("FP8_BLOCK", ["Linear"]).weights
-    theirs = dequantize(parts["weight"], parts["weight_scale"], args=args)
+    scheme = _scheme("nvfp4", None, ["Linear"])
+    theirs = BaseCompressor.get_value_from_registry(SCHEMES["nvfp4"]).decompress(parts, scheme)["weight"]
+    scale = q.scale.float() / parts["weight_global_scale"]
+    blocks = from_e2m1_bytes(q.qdata).unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)
+    assert torch.equal(blocks.flatten(-2).bfloat16(), theirs)
+    ulps = (theirs.view(torch.int16).int() - q.dequantize(torch.bfloat16).view(torch.int16).int()).abs()
+    assert ulps.max() <= 1
+
+
+@pytest.mark.parametrize("shape", [(384, 256), (64, 256), (64, 128), (320, 256), (1000, 256), (512, 128)])
+def test_compressed_tensors_decodes_our_blocks_where_it_knows_that_they_are_blocks(shape):
+    q = get_format("fp8-block").quantize(weight(*shape))
+    parts, scheme = to_layout(q, CT), _scheme("fp8-block", None, ["Linear"])
+    theirs = dequantize(parts["weight"], parts["weight_scale"], args=scheme.weights)
     assert same(theirs, q.dequantize(theirs.dtype))
+    # Its decompressor is not told but guesses: the writer's note on that must be neither early nor late.
+    try:
+        guessed = BaseCompressor.get_value_from_registry("float-quantized").decompress(parts, scheme)[
+            "weight"
+        ]
+        right = torch.equal(guessed, q.dequantize())
+    except RuntimeError:
+        right = False
+    assert right != _tiles_misguessed(*shape)
 
 
 THEIRS = {

@@ -30,6 +30,7 @@ from lowbitrl.checkpoints.config import (
     split_groups,
 )
 from lowbitrl.formats import Calibrator
+from lowbitrl.formats.fp8 import TILE
 from lowbitrl.formats.nvfp4 import encode_global
 from lowbitrl.models import load_model
 from lowbitrl.quant import LayerPlan, Plan, Recipe, export, resolve
@@ -127,6 +128,11 @@ def _stored(plan: Plan, layout: Layout, calibrated: bool) -> tuple[Plan, list[st
         return replace(layer, weight=weight, activation=activation)
 
     return replace(plan, layers=tuple(store(layer) for layer in plan.layers)), list(notes)
+
+
+def _tiles_misguessed(n: int, k: int) -> bool:
+    """Whether compressed-tensors 0.17's decompressor divides an FP8 block weight (N, K) into other tiles."""
+    return n > TILE and (n % TILE != 0 or k == TILE)
 
 
 def _tensors(
