@@ -19,7 +19,8 @@ def test_snippet_is_short():
 
 def test_links_and_figures_exist():
     root = Path(__file__).parents[1]
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+    prose = re.sub(r"```.*?```", "", README, flags=re.S)
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", prose):
         assert (root / target).exists(), target
 
 
