@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,18 +104,21 @@ FREE_TO_CHANGE = frozenset({"out", "threads", "evaluation", "checkpoint", "senti
 
 def _check_same_run(config: RunConfig, run: RunFolder) -> None:
     """Refuse to go on with another run's settings: the metrics would be of two runs."""
-    saved, now = run.read_json("config.json"), config.model_dump(mode="json")
-    for section in saved.keys() | now.keys():
-        before, after = saved.get(section), now.get(section)
-        nested = isinstance(before, dict) and isinstance(after, dict)
-        for key in sorted(before.keys() | after.keys()) if nested else [None]:
-            name = section if key is None else f"{section}.{key}"
-            old, new = (before, after) if key is None else (before.get(key), after.get(key))
-            if old != new and not {section, name} & FREE_TO_CHANGE:
-                raise ValueError(
-                    f"{name} is {new!r} now and was {old!r} when {run.path} started; resume with the settings in "
-                    "its config.json, or set out to another folder"
-                )
+    before, now = (_flat(c) for c in (run.read_json("config.json"), config.model_dump(mode="json")))
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & FREE_TO_CHANGE:
+            raise ValueError(
+                f"{name} is {now.get(name)!r} now and was {before.get(name)!r} when {run.path} started; resume "
+                "with the settings in its config.json, or set out to another folder"
+            )
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name: sections are one level deep."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> checkpoint.Checkpoint | None:
