@@ -93,7 +93,9 @@ def report(runs: Annotated[list[Path], typer.Argument(help="run folders, compare
 def demo(
     out: Annotated[Path, typer.Option(help="folder of the two runs and their report")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(help="training steps of each run; 0 takes the recipes' own")] = 0,
-    recipes: Annotated[Path, typer.Option(help="folder of demo-quads.toml and demo-naive.toml")] = Path("recipes"),
+    recipes: Annotated[Path, typer.Option(help="folder of demo-quads.toml and demo-naive.toml")] = Path(
+        "recipes"
+    ),
 ) -> None:
     """Train SmolLM2-135M twice with 4-bit rollouts, QUADS and naive, and compare."""
     from lowbitrl.demo import run_demo
@@ -107,7 +109,9 @@ def upcycle(
     out: Annotated[Path, typer.Option(help="folder of the new checkpoint")],
     experts: Annotated[int, typer.Option(help="copies of every MLP")] = 8,
     top_k: Annotated[int, typer.Option(help="experts a token takes")] = 2,
-    noise: Annotated[float, typer.Option(help="noise on each expert, in standard deviations of its weights")] = 0.0,
+    noise: Annotated[
+        float, typer.Option(help="noise on each expert, in standard deviations of its weights")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="of the router and the noise")] = 0,
 ) -> None:
     """Make a dense checkpoint a mixture of experts that computes the same function."""

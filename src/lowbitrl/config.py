@@ -143,7 +143,11 @@ class RunConfig(_Section):
                 "trainer.routing_replay='R3' replays the rollout's experts, which are not recorded; "
                 "set rollout.record_routing=true"
             )
-        if self.rollout.scheduler == "continuous" and self.recipe.compensates and self.recipe.scope == "batch":
+        if (
+            self.rollout.scheduler == "continuous"
+            and self.recipe.compensates
+            and self.recipe.scope == "batch"
+        ):
             raise ValueError(
                 "rollout.scheduler='continuous' mixes prefill and decode rows of changing requests, so a batch-wide "
                 "residual would not be reproducible; use scheduler='batch' or recipe.residual_scope='token'"
