@@ -1,8 +1,10 @@
 """The distance between sampler and learner on tokens that the sampler drew.
 
-    mismatch_t = old_logprobs_t - rollout_logprobs_t        nats, per token
-    k3         = mean(exp(d) - d - 1)                       an estimate of KL(rollout || learner)
-    mult_error = mean(exp|d|)                               1.05 is a common alarm level
+d_t             = old_logprobs_t - rollout_logprobs_t    nats, per token
+k3              = mean(exp(d) - d - 1)                   an estimate of KL(rollout || learner)
+mult error      = mean(exp|d|)                           1.05 is a common alarm level
+outside         = share of tokens with exp(d) outside 1 +- eps
+effective share = (sum w)^2 / (n sum w^2), w = exp(sum_t d) of each of n responses
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lowbitrl.diagnose.statistics import RATIO_LIMIT, Estimate, bootstrap
 from lowbitrl.objectives import mismatch_metrics
 from lowbitrl.rollout import Completion
 from lowbitrl.trainer.batch import micro_batches
 from lowbitrl.trainer.logprobs import response_logprobs
+from lowbitrl.trainer.routes import RoutePass
+
+EPS = 0.2  # of "outside 1 +- eps": PPO's usual clip range
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,44 @@ def compare(learner: Sequence[Tensor], rollout: Sequence[Tensor]) -> Mismatch:
     old = torch.cat([t.float().cpu() for t in learner])[None]
     new = torch.cat([t.float().cpu() for t in rollout])[None]
     metrics = mismatch_metrics(old, new, torch.ones_like(old, dtype=torch.bool))
-    names = ("mismatch/abs_mean", "mismatch/abs_p99", "mismatch/abs_max", "rollout_corr/k3_kl", "token_mult_prob_error")
+    names = (
+        "mismatch/abs_mean",
+        "mismatch/abs_p99",
+        "mismatch/abs_max",
+        "rollout_corr/k3_kl",
+        "token_mult_prob_error",
+    )
     return Mismatch(*(float(metrics[name]) for name in names), tokens=old.numel())
+
+
+def differences(learner: Sequence[Tensor], rollout: Sequence[Tensor]) -> list[Tensor]:
+    """Per response learner - rollout, (T_i,) fp32 on the CPU."""
+    return [a.float().cpu() - b.float().cpu() for a, b in zip(learner, rollout, strict=True)]
+
+
+def estimates(diffs: Sequence[Tensor], eps: float = EPS) -> dict[str, Estimate]:
+    """Every figure of this module with its 95% interval by bootstrap over responses.
+
+    Args:
+        diffs: (T_i,) nats of each response, T_i >= 1.
+
+    Raises:
+        ValueError: no responses.
+    """
+    cut = [d.clamp(-RATIO_LIMIT, RATIO_LIMIT) for d in diffs]
+    per_token = {
+        "mean": [d.abs() for d in diffs],
+        "k3": [d.exp() - d - 1 for d in cut],
+        "token_mult_prob_error": [d.abs().exp() for d in cut],
+        "outside": [((d.exp() - 1).abs() > eps).float() for d in cut],
+    }
+    figures = {name: bootstrap(values, "mean") for name, values in per_token.items()}
+    figures["p99"] = bootstrap([d.abs() for d in diffs], "p99")
+    figures["max"] = bootstrap([d.abs() for d in diffs], "max")
+    figures["effective_share"] = bootstrap(
+        [d.sum().clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()[None] for d in diffs], "effective_share"
+    )
+    return figures
 
 
 @torch.no_grad()
@@ -61,8 +103,13 @@ def score(
     *,
     temperature: float = 1.0,
     micro_batch_tokens: int = 8192,
+    replay: bool = False,
 ) -> list[Tensor]:
-    """A model's log-probabilities of sampled responses, (T_i,) fp32 each, in the order given."""
+    """A model's log-probabilities of sampled responses, (T_i,) fp32 each, in the order given.
+
+    Args:
+        replay: send tokens to the experts that the completions say they took (a mixture of experts).
+    """
     lengths = [len(prompts[c.prompt_index]) + len(c.token_ids) for c in completions]
     scored: dict[int, Tensor] = {}
     for rows in micro_batches(lengths, micro_batch_tokens, "padded"):
@@ -72,8 +119,13 @@ def score(
             [prompts[c.prompt_index] for c in chosen],
             [c.token_ids for c in chosen],
             temperature=temperature,
+            routes=RoutePass([c.routes for c in chosen if c.routes is not None], replay=True)
+            if replay
+            else None,
         )
-        scored.update((i, row[: len(completions[i].token_ids)].cpu()) for i, row in zip(rows, logprobs, strict=True))
+        scored.update(
+            (i, row[: len(completions[i].token_ids)].cpu()) for i, row in zip(rows, logprobs, strict=True)
+        )
     return [scored[i] for i in range(len(completions))]
 
 

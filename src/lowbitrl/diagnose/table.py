@@ -1,0 +1,161 @@
+"""Every alignment against every rollout arithmetic, and which pair to train with.
+
+A cell is the mismatch of one learner and one rollout on the same sampled tokens. Learner and
+rollout run different attention kernels, so the corner bf16/bf16 is what two engines differ by
+anyway: the floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowbitrl.diagnose.lab import Lab, Scores, plain
+from lowbitrl.diagnose.mismatch import compare, differences
+from lowbitrl.diagnose.statistics import Estimate, bootstrap, paired_gain
+from lowbitrl.quant import PRECISIONS, Recipe
+from lowbitrl.quant.recipe import FP4_ACTIVATIONS, Precision
+
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+ALIGNMENTS = ("bf16", "weights", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe with its mismatch.
+
+    Attributes:
+        mean: mean |learner - rollout| in nats.
+        diffs: per response, for paired comparisons.
+    """
+
+    recipe: Recipe
+    mean: Estimate
+    diffs: Scores
+
+    @property
+    def name(self) -> str:
+        """How tables and reasons call it."""
+        return label(self.recipe)
+
+
+def label(recipe: Recipe) -> str:
+    """A recipe in a few words: "nvfp4, weights, residual 0.5"."""
+    scope = f" per {recipe.scope}" if 0 < recipe.residual < 1 else ""
+    residual = f", residual {recipe.residual:g}{scope}" if recipe.residual else ""
+    for site, fraction in (recipe.residual_sites or {}).items():
+        residual += f", {site} {fraction:g}"
+    return f"{recipe.rollout}, {recipe.learner}{residual}"
+
+
+def neighbours(recipe: Recipe) -> list[Recipe]:
+    """The arithmetics to compare with `recipe`'s rollout: BF16, each half of it alone, itself."""
+    own = recipe.precision
+    halves = (Precision(own.weight, None), Precision(None, own.activation))
+    names = dict.fromkeys(["bf16", *(n for n, p in PRECISIONS.items() if p in halves), recipe.rollout])
+    return [Recipe(rollout=name, keep=recipe.keep if name != "bf16" else None) for name in names]
+
+
+def variants(recipe: Recipe, fractions: Sequence[float] = FRACTIONS) -> list[Recipe]:
+    """The recipes of the same rollout precision: each alignment, with each residual and scope it can have."""
+    base = plain(recipe)
+    repaired = fractions if base.precision.activation in FP4_ACTIVATIONS else ()
+    found = [replace(base, learner=a, residual=f) for a in ALIGNMENTS for f in (0.0, *repaired)]
+    scoped = [replace(base, learner="weights", residual=f, residual_scope="token") for f in repaired if f < 1]
+    return found + scoped
+
+
+def measure_all(
+    lab: Lab, recipes: Sequence[Recipe], tick: Callable[[str], None] = lambda _: None
+) -> list[Candidate]:
+    """Score both sides of each recipe on the sampled tokens."""
+    measured = []
+    for recipe in recipes:
+        tick(label(recipe))
+        diffs = differences(lab.scores(recipe, "learner"), lab.scores(recipe, "rollout"))
+        measured.append(Candidate(recipe, bootstrap([d.abs() for d in diffs]), diffs))
+    return measured
+
+
+def grid(lab: Lab, recipe: Recipe, tick: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Alignment x rollout precision without a residual, every pair: one row a cell."""
+    cells = []
+    for alignment in ALIGNMENTS:
+        learner = lab.scores(replace(plain(recipe), learner=alignment), "learner")
+        for other in neighbours(recipe):
+            tick(f"{alignment} / {other.rollout}")
+            found = compare(learner, lab.scores(other, "rollout"))
+            cells.append({"learner": alignment, "rollout": other.rollout, "mean": found.mean, "k3": found.k3})
+    return cells
+
+
+def floor(lab: Lab) -> Estimate:
+    """What two BF16 engines differ by on these tokens."""
+    return measure_all(lab, [Recipe(learner="bf16")])[0].mean
+
+
+def extra_work(recipe: Recipe) -> float:
+    """Second-pass activation work as a share of the first's: every repaired channel is multiplied twice."""
+    return recipe.residual
+
+
+def recommend(candidates: Sequence[Candidate]) -> Candidate:
+    """The closest pair; among those no further than chance explains, the one with least extra work.
+
+    "Than chance explains": the 95% interval of the paired difference to the closest one includes 0.
+
+    Raises:
+        ValueError: no candidates.
+    """
+    if not candidates:
+        raise ValueError("no recipes to choose from; give at least one")
+    best = min(candidates, key=lambda c: c.mean.value)
+    equals = [c for c in candidates if c is best or paired_gain(c.diffs, best.diffs).low <= 0]
+    return min(equals, key=lambda c: (extra_work(c.recipe), c.mean.value))
+
+
+def reasons(
+    chosen: Candidate, candidates: Sequence[Candidate], lowest: Estimate, noise: dict[str, float]
+) -> list[str]:
+    """Why `chosen`, one sentence a line, each with the numbers it rests on.
+
+    Args:
+        lowest: the floor. noise: mean nats that the smallest embedding noise moves each rollout, by `label`
+            of the rollout's arithmetic; may be empty.
+    """
+    ratio = chosen.mean.value / lowest.value if lowest.value else float("inf")
+    lines = [
+        f"{chosen.name}: {chosen.mean.value:.4f} nats on average, {ratio:.1f}x the floor of two BF16 engines "
+        f"({lowest.value:.4f}), at {100 * extra_work(chosen.recipe):.0f}% more activation work."
+    ]
+    lines += [_versus(chosen, c) for c in candidates if _worth_saying(chosen, c)]
+    return lines + _amplified(chosen, noise)
+
+
+def _worth_saying(chosen: Candidate, other: Candidate) -> bool:
+    """The naive recipe, and the chosen one under each other alignment."""
+    naive = other.recipe.learner == "bf16" and not other.recipe.residual
+    return other is not chosen and (naive or other.recipe.residual == chosen.recipe.residual)
+
+
+def _versus(chosen: Candidate, other: Candidate) -> str:
+    gain = paired_gain(other.diffs, chosen.diffs)
+    verdict = "would be worse here" if gain.low > 0 else "is no different here"
+    if other.mean.value < chosen.mean.value and gain.high < 0:
+        verdict = "would be closer"
+    interval = f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+    return f"{other.name} {verdict}: {other.mean.value:.4f} nats, {interval}."
+
+
+def _amplified(chosen: Candidate, noise: dict[str, float]) -> list[str]:
+    if chosen.recipe.rollout == "bf16" or not noise:
+        return []
+    worst = max(noise, key=lambda name: noise[name])
+    lines = [f"Noise of 1e-7 on the embeddings alone moves {worst} by {noise[worst]:.3f} nats."]
+    if chosen.recipe.precision.activation:
+        lines.append(
+            "That noise is what any two engines differ by, and it flips activation codes: `full` alignment removes "
+            "it only where both sides are equal to the bit, less amplification removes it everywhere."
+        )
+    return lines
