@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowbitrl.trainer.optim import MasterOptimizer
+
+WRITTEN = {"masters.safetensors", "optimizer.pt", "state.json"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,11 @@ class Checkpoint:
 def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, Any], keep: int) -> Path:
     """Write step-`step` under `folder`, then drop all but the newest `keep`.
 
-    A crash or a full disk leaves at most a hidden partial folder; older checkpoints stay.
+    A crash or a full disk leaves at most a hidden partial folder; older checkpoints stay. Checkpoints
+    of later steps, which a damaged run may have left, are of a future given up: they are not counted.
+
+    Raises:
+        OSError: it could not be written.
     """
     final, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -54,7 +62,8 @@ def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, A
         (partial / "files.json").write_text(json.dumps(files))
         for path in partial.iterdir():
             _flush(path)
-    except OSError as error:
+    # A full disk is an OSError to Python, but not to the writers of safetensors and of torch.save.
+    except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(
             f"checkpoint {final} could not be written ({error}); earlier checkpoints are untouched"
@@ -62,7 +71,7 @@ def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, A
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
     _flush(folder)
-    for old in _steps(folder)[: -max(keep, 1)]:
+    for old in [path for path in _steps(folder) if _number(path) <= step][: -max(keep, 1)]:
         shutil.rmtree(old)
     return final
 
@@ -97,14 +106,24 @@ def load_masters(path: Path, model: nn.Module) -> None:
 
 
 def _steps(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*")) if folder.is_dir() else []
+    """Checkpoint folders in the order of their steps; what a user put beside them is left alone."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name) and p.is_dir()), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _fault(path: Path) -> str | None:
     try:
-        files = json.loads((path / "files.json").read_text())
-    except (OSError, ValueError) as error:
+        files = {
+            name: (size, crc) for name, (size, crc) in json.loads((path / "files.json").read_text()).items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"files.json: {error}"
+    for name in WRITTEN - files.keys():
+        return f"files.json does not list {name}"
     for name, (size, crc) in files.items():
         file = path / name
         if not file.is_file():
