@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ class RunFolder:
     """
 
     def __init__(self, path: Path | str, resume: bool = False) -> None:
-        self.path = Path(path)
+        # Absolute: a reward function may change the working folder under the run.
+        self.path = Path(path).absolute()
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
         if resume and not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"{self.path} holds no run to resume; start it without --resume")
         try:
@@ -41,6 +43,13 @@ class RunFolder:
                 f"run folder {self.path} cannot be written ({error}); set out to another folder"
             ) from error
         try:
+            self._claim(resume)
+        except FileExistsError:
+            self.close()
+            raise
+
+    def _claim(self, resume: bool) -> None:
+        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise FileExistsError(
@@ -50,11 +59,19 @@ class RunFolder:
             raise FileExistsError(
                 f"run folder {self.path} already holds a run; continue it with --resume, or set out to another folder"
             )
+        if not resume and next(self.checkpoints.glob("step-*"), None) is not None:
+            raise FileExistsError(
+                f"run folder {self.path} has no config.json but checkpoints of an earlier run, which a resume would "
+                "take for this run's; remove them, or set out to another folder"
+            )
 
     def write_json(self, name: str, value: Any) -> None:
         """Write `name` atomically."""
+        self._write(name, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
         temporary = self.path / f".{name}.partial"
-        temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+        temporary.write_text(text)
         os.replace(temporary, self.path / name)
 
     def read_json(self, name: str) -> Any:
@@ -62,9 +79,11 @@ class RunFolder:
         return json.loads((self.path / name).read_text())
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one line of metrics, flushed."""
+        """Append one line of metrics, flushed, then tell every listener."""
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        for listener in self.listeners:
+            listener(record)
 
     def log_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Write sampled completions of a step."""
@@ -75,7 +94,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drop metrics of steps from `step` on: they will be made again."""
         kept = [line for line in read_metrics(self.path) if line["step"] < step]
-        self.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._write(self.metrics_file.name, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:
         """Release the lock."""
@@ -89,12 +108,27 @@ class RunFolder:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Every complete line of a run's metrics.jsonl; a line cut off by a crash is left out."""
+    """Every complete line of a run's metrics.jsonl; a line cut off by a crash is left out.
+
+    Raises:
+        ValueError: a complete line is no JSON object.
+    """
     file = Path(path) / "metrics.jsonl"
     if not file.is_file():
         return []
-    lines = file.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    lines = file.read_bytes().split(b"\n")
+    return [_record(file, number, line) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _record(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict):
+            return record
+        problem = "no object"
+    except ValueError as error:
+        problem = str(error)
+    raise ValueError(f"{file}, line {number}: {problem}; the file was damaged: mend or remove that line")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
