@@ -1,5 +1,7 @@
 """Prompts to ids, with a byte-level tokenizer whose every id can be checked by hand."""
 
+import json
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -71,6 +73,26 @@ def test_lengths_are_checked_before_any_work(tokenizer):
         len(roomy.encode(tokenizer, p))
         for p in roomy.prompts("held_out", 0, 64) + roomy.prompts("train", 0, 100)
     )
+
+
+def test_every_prompt_of_a_file_is_checked(tokenizer, tmp_path):
+    rows = [{"prompt": f"{i}" * (200 if i == 29 else 1), "answer": i} for i in range(30)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"path": str(tmp_path / "p.jsonl"), "scorer": "last-number", "held_out": 0}
+    task = make_task(TaskConfig(max_prompt_tokens=100, **settings))
+    assert "p.jsonl/29" not in [prompt.id for prompt in task.prompts("train", 0, 2)]
+    with pytest.raises(ValueError, match=r"'p.jsonl/29' has \d+ tokens, task.max_prompt_tokens is 100"):
+        check_lengths(task, tokenizer, 2)
+
+
+def test_a_prompt_without_tokens_or_of_broken_text_is_named(tokenizer):
+    backend = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(tokenizer_object=backend)
+    with pytest.raises(ValueError, match=r"prompt 'p' has no tokens: its text is '  '; drop it"):
+        encode_prompt(words, Prompt(id="p", text="  "), 64)
+    with pytest.raises(ValueError, match="prompt 'p' holds text that is no Unicode"):
+        encode_prompt(tokenizer, Prompt(id="p", text="\ud800"), 64)
 
 
 @pytest.mark.parametrize("fields", [{}, {"messages": CHAT, "text": "both"}, {"text": ""}])

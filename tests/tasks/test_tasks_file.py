@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 
 import datasets
+import numpy as np
 import pytest
 from pyarrow import Table, parquet
 
@@ -199,6 +200,9 @@ def test_a_reward_that_cannot_be_had(folder, spec, error, message):
         ([1.0], r"returned \[1.0\], a list"),
         (math.nan, r"returned nan; it must return a finite number"),
         (math.inf, r"returned inf; it must return a finite"),
+        (1e39, r"returned 1e\+39; it must return a finite number, in fp32 too"),
+        (10**400, r"returned 1000+, which is no single number"),
+        (np.ones(2), r"returned array\(\[1., 1.\]\), which is no single number"),
     ],
 )
 def test_a_reward_that_returns_no_number(value, message):
@@ -216,6 +220,17 @@ def test_a_reward_that_raises_is_found_before_training(folder):
         task(scorer=None, reward="my_rewards:last")
 
 
-@pytest.mark.parametrize("value", [True, 1, 1.0, -0.5])
+def test_a_reward_that_exits_does_not_end_the_run(folder):
+    def exits(completion, prompt):
+        sys.exit(0)
+
+    with pytest.raises(ValueError, match=r"'m:f' on prompt 'p/3' raised SystemExit"):
+        call_reward("m:f", exits, "text", {"id": "p/3"})
+    (folder / "my_rewards.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ImportError, match=r"importing 'my_rewards' failed with SystemExit"):
+        import_reward("my_rewards:f")
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, -0.5, np.float32(0.5), np.array(2)])
 def test_numbers_of_any_kind_are_rewards(value):
     assert call_reward("m:f", lambda completion, prompt: value, "", {}) == float(value)

@@ -44,6 +44,10 @@ class FileTask:
     def held_out_count(self) -> int:
         return len(self._held_out)
 
+    @property
+    def train_count(self) -> int:
+        return len(self._train)
+
     def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
         """See `Task.prompts`. In train the ids repeat from epoch to epoch."""
         if split == "train":

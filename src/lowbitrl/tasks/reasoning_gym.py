@@ -52,6 +52,10 @@ class ReasoningGymTask:
     def held_out_count(self) -> int:
         return self.config.held_out
 
+    @property
+    def train_count(self) -> None:
+        return None
+
     def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
         """See `Task.prompts`. The items of a position do not depend on the other positions asked for."""
         if split == "held_out":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 Reward = Callable[[str, dict[str, Any]], float]
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def import_reward(spec: str) -> Reward:
@@ -26,7 +28,8 @@ def import_reward(spec: str) -> Reward:
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    # A script without a main guard may end the process: sys.exit is no Exception.
+    except (Exception, SystemExit) as error:
         raise ImportError(
             f"reward {spec!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
             f"install it or run from the folder that holds it (now {Path.cwd()})"
@@ -40,17 +43,23 @@ def import_reward(spec: str) -> Reward:
 
 def call_reward(spec: str, function: Reward, completion: str, prompt: dict[str, Any]) -> float:
     """`function(completion, prompt)` as a float. Raises ValueError naming the function and the prompt if it
-    raises or returns anything but a finite number."""
+    raises, exits, or returns anything but a number that is finite in fp32, where advantages are made."""
     where = f"reward {spec!r} on prompt {prompt.get('id')!r}"
     try:
         value = function(completion, prompt)
-    except Exception as error:
+    # SystemExit is no Exception: a reward that runs sampled code would end the run, and with it all since
+    # the last checkpoint, as if it had succeeded.
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{where} raised {type(error).__name__}: {error} (completion {completion[:80]!r}); "
             "it must return a number for every completion, the empty one included"
         ) from error
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"{where} returned {value!r}, a {type(value).__name__}; it must return a number")
-    if not math.isfinite(float(value)):
-        raise ValueError(f"{where} returned {value!r}; it must return a finite number")
-    return float(value)
+    try:
+        number = float(cast(Any, value))
+    except Exception as error:
+        raise ValueError(f"{where} returned {value!r}, which is no single number: {error}") from error
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{where} returned {value!r}; it must return a finite number, in fp32 too")
+    return number

@@ -54,6 +54,11 @@ class Task(Protocol):
         """How many held-out prompts there are."""
         ...
 
+    @property
+    def train_count(self) -> int | None:
+        """How many train prompts there are before they repeat; None where they are drawn without end."""
+        ...
+
     def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
         """Prompts start .. start+count-1. Raises ValueError past the end of `held_out`."""
         ...
@@ -80,14 +85,21 @@ class Task(Protocol):
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, max_tokens: int) -> list[int]:
-    """Ids of the chat template with the generation prompt, then the prefill. At most `max_tokens`.
+    """Ids of the chat template with the generation prompt, then the prefill. At least one, at most `max_tokens`.
 
     Template and prefill are tokenized as one string: the ids are those of the finished reply's text.
+    Raises ValueError naming the prompt.
     """
     if prompt.text is not None:
-        ids = tokenizer(prompt.text + (prompt.prefill or "")).input_ids
+        text, special = prompt.text + (prompt.prefill or ""), True
     else:
-        ids = tokenizer(_chat_text(tokenizer, prompt), add_special_tokens=False).input_ids
+        text, special = _chat_text(tokenizer, prompt), False
+    try:
+        ids = tokenizer(text, add_special_tokens=special).input_ids
+    except TypeError as error:  # What tokenizers raise for half a surrogate pair, "\ud800".
+        raise ValueError(f"prompt {prompt.id!r} holds text that is no Unicode ({error}); mend it") from error
+    if not ids:
+        raise ValueError(f"prompt {prompt.id!r} has no tokens: its text is {text[:40]!r}; drop it")
     if len(ids) > max_tokens:
         raise ValueError(
             f"prompt {prompt.id!r} has {len(ids)} tokens, task.max_prompt_tokens is {max_tokens}; "
@@ -113,10 +125,13 @@ def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]
 
 
 def check_lengths(task: Task, tokenizer: PreTrainedTokenizerBase, train_count: int) -> int:
-    """Encode every held-out prompt and the first `train_count` of train; the longest length in tokens.
+    """Encode every held-out prompt and those of train; the longest length in tokens.
 
-    Raises the ValueError of `encode` at the first that is too long: call it before any work is done.
+    Of a train split without end the first `train_count`, of any other all: a prompt that is too long must
+    not end a run hours after its start. Raises the ValueError of `encode` at the first of them: call it
+    before any work is done.
     """
+    train_count = train_count if task.train_count is None else task.train_count
     prompts = task.prompts("held_out", 0, task.held_out_count) + task.prompts("train", 0, train_count)
     return max((len(task.encode(tokenizer, prompt)) for prompt in prompts), default=0)
 
