@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Threads that spin while they wait slow a shared machine down many times over.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help setup demo test test-all check clean
 
