@@ -67,8 +67,10 @@ def to_batch(config: RunConfig, samples: Samples) -> tuple[TrainingBatch, dict[s
         _routes(picked),
     )
     lengths = [len(c.token_ids) for c in samples.completions]
-    names = samples.scores[0]
-    return batch, {f"reward/{name}": _mean([s[name] for s in samples.scores]) for name in names} | {
+    # Not every scorer applies to every prompt: an answer that is no number has no number scorer.
+    names = {name: None for scores in samples.scores for name in scores}
+    scored = {name: [s[name] for s in samples.scores if name in s] for name in names}
+    return batch, {f"reward/{name}": _mean(values) for name, values in scored.items()} | {
         "reward/mean": float(samples.rewards.mean()),
         "reward/zero_variance_groups": groups.num_zero_variance / groups.num_groups,
         "rollout/tokens_mean": _mean(lengths),

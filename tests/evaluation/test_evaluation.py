@@ -153,3 +153,14 @@ def test_metrics_are_flat_and_json():
 def test_errors(fields, error, message):
     with pytest.raises(error, match=message):
         evaluate(Engine(SCRIPT), Task(), Letters(), sampling=None, **fields)
+
+
+def test_a_scorer_is_averaged_over_the_prompts_that_it_applies_to():
+    class Mixed(Task):
+        def scores(self, prompt, completion):
+            scores = super().scores(prompt, completion)
+            return scores | {"number": 1.0} if prompt.answer == "2" else scores
+
+    engine = Engine([(i, "1", "stop") for i in range(3)])
+    result = evaluate(engine, Mixed(), Letters(), n=1, sampling=None)
+    assert result.scores == {"exact": pytest.approx(1 / 3), "half": 0.5, "number": 1.0}

@@ -108,6 +108,27 @@ def test_finished_rows_leave_the_residuals_channels_alone():
     assert seen == [3, *(n for n in alive if n)]
 
 
+def test_a_quantized_head_counts_the_positions_it_is_given():
+    model = tiny_llama(tie_word_embeddings=False)
+    prepare(model, Recipe(rollout="nvfp4", residual=0.5, keep=()), "rollout")
+    engine, site, seen = EmbeddedEngine(model, "batch"), model.lm_head.site, []
+    original = site._real
+    site._real = lambda x: seen.append((tuple(x.shape[:2]), site.tokens.real.tolist())) or original(x)
+    out = engine.generate([[5, 6, 7], [8]], 2, Sampling(max_tokens=3, stop_token_ids=(127,)))
+    assert [len(c.token_ids) for c in out] == [3] * 4
+    assert seen == [((2, 1), [[True]] * 2), *[((4, 1), [[True]] * 4)] * 2]
+    assert model.lm_head._forward_pre_hooks == {}
+
+
+def test_greedy_decoding_is_certain_under_both_schedulers():
+    for scheduler in ("batch", "continuous"):
+        out = engine_of(scheduler=scheduler).generate(PROMPTS, 1, Sampling(max_tokens=4, temperature=0.0))
+        assert {logprob for c in out for logprob in c.rollout_logprobs} == {0.0}
+        assert tokens(out) == tokens(
+            engine_of().generate(PROMPTS, 1, Sampling(max_tokens=4, temperature=1e-4))
+        )
+
+
 def test_continuous_scheduler_agrees_with_its_own_scores():
     engine = engine_of("nvfp4-w4a16", scheduler="continuous")
     out = engine.generate(PROMPTS, 3, Sampling(max_tokens=5, temperature=0.8), [1, 2, 3, 4])
@@ -148,6 +169,8 @@ def test_nothing_to_do_and_impossible_requests():
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 1e-45}, "temperature=1e-45 must be .* at least 1e-05, or 0"),
     ],
 )
 def test_sampling_that_breaks_the_contract_is_refused(options, message):

@@ -61,3 +61,10 @@ def test_broken_logits_name_their_row(broken):
     logits[1, 2] = broken
     with pytest.raises(ValueError, match="row 1"):
         sample(logits, 1.0, torch.rand(3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_weights_are_never_taken_for_a_choice(temperature):
+    logits = torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])
+    with pytest.raises(ValueError, match="row 1"):
+        sample(logits, temperature, torch.zeros(2))

@@ -39,6 +39,21 @@ def test_nan_is_a_jump():
         sentinel.check(1, str)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_a_fault_before_there_is_a_floor(value):
+    sentinel = watched([value])
+    with pytest.raises(SentinelError, match=r"version 0.*layer 7"):
+        sentinel.check(0, lambda: "layer 7")
+    assert sentinel.history == []
+
+
+def test_sequences_of_one_token_have_nothing_to_compare():
+    scores = lambda sequences: [torch.zeros(len(s) - 1) for s in sequences]  # noqa: E731
+    sentinel = Sentinel(SentinelConfig(), [[5], [1, 2, 3]], scores, scores)
+    assert sentinel.sequences == [[1, 2, 3]]
+    assert sentinel.check(0, str) == 0.0
+
+
 def test_off_means_off():
     assert Sentinel(SentinelConfig(sequences=0), [], None, None).check(0, str) == 0.0
 

@@ -58,7 +58,7 @@ class Evaluation:
     avg_at_n: float
     avg_at_n_error: float
     scores: dict[str, float]
-    """Mean of every scorer that applies, the chosen one included."""
+    """Mean of every scorer, the chosen one included, over the prompts that it applies to."""
     truncated: float
     """Share of the samples cut off at the token limit."""
     aborted: int
@@ -200,7 +200,7 @@ def _summarize(task: Task, samples: list[list[_Sample]], n: int, k: int, success
         avg_at_n=average,
         avg_at_n_error=average_error,
         scores={
-            name: _mean([_mean([s.scores.get(name, 0.0) for s in g]) for g in samples])
+            name: _mean([_mean([s.scores[name] for s in g]) for g in samples if name in g[0].scores])
             for name in _names(flat)
         },
         truncated=_mean([float(sample.truncated) for sample in flat]),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+LOWEST_TEMPERATURE = 1e-5  # Far below it logits / temperature leaves fp32, and NaN looks like broken weights.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class Sampling:
 
     Attributes:
         max_tokens: most tokens a completion may have, its stop token included.
-        temperature: divides the logits, in fp32; 0 takes the most likely token.
+        temperature: divides the logits, in fp32; at least `LOWEST_TEMPERATURE`, or 0, which takes the most
+            likely token.
         top_p / top_k: must be off (1.0 / 0): truncating on one side only makes every importance
             ratio wrong.
         stop_token_ids: tokens that end a completion; empty means the model's own.
@@ -35,8 +37,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} samples nothing; give at least 1")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be a finite number of at least 0")
+        if self.temperature != 0.0 and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature} must be a finite number of at least {LOWEST_TEMPERATURE}, "
+                "or 0 for the most likely token"
+            )
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
                 f"top_p={self.top_p}, top_k={self.top_k}: truncated sampling renormalizes on the engine's side "

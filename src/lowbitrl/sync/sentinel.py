@@ -6,6 +6,7 @@ median of the run so far means that an update went wrong, and the layer to blame
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -43,6 +44,7 @@ class Sentinel:
     """Keeps the run's floor and raises when an update jumps over it.
 
     Args:
+        sequences: token ids; those of a single token have nothing to score and are left out.
         learner_scores / engine_scores: sequences -> log-probabilities, (len - 1,) each.
         history: values of earlier steps, when a run is resumed.
     """
@@ -56,7 +58,7 @@ class Sentinel:
         history: Sequence[float] = (),
     ) -> None:
         self.config = config
-        self.sequences = list(sequences)
+        self.sequences = [sequence for sequence in sequences if len(sequence) > 1]
         self.learner_scores = learner_scores
         self.engine_scores = engine_scores
         self.history = list(history)
@@ -65,14 +67,15 @@ class Sentinel:
         """Mean absolute mismatch on the watched sequences, in nats.
 
         Raises:
-            SentinelError: over the floor; `blame` is asked for the layer.
+            SentinelError: over the floor, or NaN or Inf at any step; `blame` is asked for the layer.
         """
         if not self.sequences:
             return 0.0
         pairs = zip(self.learner_scores(self.sequences), self.engine_scores(self.sequences), strict=True)
         value = float(torch.cat([(a.cpu() - b.cpu()).abs() for a, b in pairs]).mean())
-        floor = statistics.median(self.history) if self.history else None
-        if floor is not None and not value <= max(floor * self.config.factor, self.config.slack):
+        # Before there is a floor anything finite is within it.
+        floor = statistics.median(self.history) if self.history else math.inf
+        if not math.isfinite(value) or value > max(floor * self.config.factor, self.config.slack):
             raise SentinelError(
                 f"version {version}: learner and engine differ by {value:.3f} nats on the watched sequences, the "
                 f"run's floor is {floor:.3f}. {blame()}"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lowbitrl.quant import real_tokens, routing
+from lowbitrl.quant import attachment, real_tokens, routing
 from lowbitrl.rollout.embedded.sampler import sample
 from lowbitrl.rollout.types import Sampling
 
@@ -108,7 +108,7 @@ def _forward(
     """Logits of the last position, and the routes of all, (rows, length, layers, k), when recorded."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     routes = None
-    with real_tokens(model, real), routing(model) if record else nullcontext() as seen:
+    with _tokens_of_pass(model, real), routing(model) if record else nullcontext() as seen:
         out = model(
             input_ids=ids,
             # Without padding a plain causal mask is implied, and cheaper.
@@ -121,6 +121,23 @@ def _forward(
         if seen is not None:
             routes = seen.recorded().unflatten(0, ids.shape).cpu()
     return out.logits[:, -1], routes
+
+
+@contextmanager
+def _tokens_of_pass(model: PreTrainedModel, real: Tensor) -> Iterator[None]:
+    """Real tokens of a pass whose output head, where it is quantized, is given the last position alone."""
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "site", None) is None:
+        with real_tokens(model, real):
+            yield
+        return
+    tokens = attachment(model).tokens
+    with real_tokens(model, real):
+        handle = head.register_forward_pre_hook(lambda *_: setattr(tokens, "real", real[:, -1:]))
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @functools.cache

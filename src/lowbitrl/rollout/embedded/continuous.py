@@ -50,7 +50,7 @@ def decode_continuous(
         raise RuntimeError(
             f"continuous batching returned {len(results)} of {len(prompts) * n} requests: {failed}"
         )
-    return [_decoded(result, stop) for result in results]
+    return [_decoded(result, stop, greedy=sampling.temperature == 0) for result in results]
 
 
 def _run(
@@ -80,7 +80,8 @@ def _run(
     return list(outputs.values())
 
 
-def _decoded(result: Any, stop: Sequence[int]) -> Decoded:
+def _decoded(result: Any, stop: Sequence[int], greedy: bool) -> Decoded:
     tokens = list(result.generated_tokens)
-    logprobs = [float(value) for value in result.logprobs][: len(tokens)]
+    # Greedy decoding is certain of its token; transformers reports the distribution at temperature 1.
+    logprobs = [0.0 if greedy else float(value) for value in result.logprobs][: len(tokens)]
     return Decoded(tokens, logprobs, stopped=bool(tokens) and tokens[-1] in stop)

@@ -39,14 +39,13 @@ def sample(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor,
     Raises:
         ValueError: a row of logits holds NaN or +Inf.
     """
-    if temperature == 0.0:
-        tokens = logits.argmax(-1)
-        return tokens, torch.zeros_like(tokens, dtype=torch.float32)
-    scaled = logits.float() / temperature
+    scaled = logits.float() / (temperature or 1.0)
     total = scaled.logsumexp(-1)
     if not torch.isfinite(total).all():
         row = int((~torch.isfinite(total)).nonzero()[0])
         raise ValueError(f"logits of row {row} are not finite: the weights served are broken")
+    if temperature == 0.0:
+        return scaled.argmax(-1), torch.zeros_like(total)
     cumulative = (scaled - total[:, None]).exp_().cumsum_(-1)
     # Scaled by the last entry, since rounding leaves the sum a little off 1; right=True never
     # lands on a token of probability zero.
