@@ -22,11 +22,12 @@ LAYERS = [
     ("checkpoints",),
     ("rollout",),
     ("trainer", "evaluation"),
+    ("tracking",),
     ("config", "runs"),
     ("diagnose",),
     ("assemble", "collect"),
     ("loop",),
-    ("demo", "doctor"),
+    ("compare", "demo", "doctor"),
     ("cli",),
     ("__main__",),
 ]

@@ -82,11 +82,77 @@ def quantize(
 
 
 @app.command()
-def report(runs: Annotated[list[Path], typer.Argument(help="run folders, compared side by side")]) -> None:
-    """Redraw figures and report.html from the metrics of one or more runs, finished or not."""
-    from lowbitrl.diagnose.report import write_report
+def diagnose(
+    model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")] = "demo",
+    recipes: Annotated[
+        list[Path] | None, typer.Option(help="TOML recipe; the first is diagnosed; repeatable")
+    ] = None,
+    rollout: Annotated[str, typer.Option(help="rollout precision, where no recipe is given")] = "nvfp4",
+    learner: Annotated[str, typer.Option(help="alignment, where no recipe is given")] = "weights",
+    residual: Annotated[float, typer.Option(help="residual, where no recipe is given")] = 0.0,
+    prompts: Annotated[
+        Path | None, typer.Option(help=".jsonl, .parquet, or .txt with a prompt a line")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="a reasoning-gym dataset that gives the prompts")] = None,
+    engine: Annotated[str, typer.Option(help="what samples")] = "embedded",
+    out: Annotated[Path, typer.Option(help="folder of the report")] = Path("runs/diagnosis"),
+    tokens: Annotated[int, typer.Option(help="sampled tokens to measure on, about")] = 2000,
+    max_tokens: Annotated[int, typer.Option(help="longest response")] = 128,
+    temperature: Annotated[float, typer.Option(help="of sampling")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of sampling and noise")] = 0,
+    device: Annotated[str, typer.Option(help="auto takes CUDA where there is one")] = "auto",
+    dtype: Annotated[str, typer.Option(help="compute dtype")] = "bfloat16",
+) -> None:
+    """How far sampler and learner are apart on a model, which part comes from where, and what would help."""
+    from lowbitrl.assemble import pick_device
+    from lowbitrl.diagnose.command import Request, run_diagnose
+    from lowbitrl.diagnose.run import DiagnoseConfig
+    from lowbitrl.quant import Recipe
 
-    _say(f"report {write_report(runs)}")
+    recipe = Recipe(rollout=rollout, learner=learner, residual=residual)  # type: ignore[arg-type]
+    files = tuple(recipes or ())
+    request = Request(
+        model=model,
+        out=out,
+        recipe=recipe,
+        recipes=files,
+        prompts=prompts,
+        task=task,
+        engine=engine,
+        dtype=dtype,
+    )
+    config = DiagnoseConfig(tokens=tokens, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    run_diagnose(request, config, pick_device(device), _say)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def compare(
+    arguments: Annotated[list[str], typer.Argument(help="TOML recipes, then overrides for all of them")],
+    out: Annotated[Path, typer.Option(help="folder of the runs and their report")] = Path("runs/compare"),
+    seeds: Annotated[str, typer.Option(help="0,1,2 or 0-2; each recipe runs with each")] = "0",
+    jobs: Annotated[int, typer.Option(help="runs at a time; 0: one on a CPU, what fits on a GPU")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the runs that out holds")] = False,
+) -> None:
+    """Run recipes with the same seeds and prompts, and report on them side by side."""
+    from lowbitrl.compare import parse_seeds, run_compare
+
+    first = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    files = [Path(word) for word in arguments[:first]]
+    _say(f"report {run_compare(files, out, parse_seeds(seeds), arguments[first:], jobs, resume, say=_say)}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run folders side by side, or one diagnosis")],
+) -> None:
+    """Redraw figures and report.html from the numbers of runs, finished or not, or of a diagnosis."""
+    from lowbitrl.diagnose.report import write_report
+    from lowbitrl.diagnose.report_diagnosis import draw_diagnosis
+
+    if len(runs) == 1 and (runs[0] / "diagnosis.json").is_file():
+        _say(f"report {draw_diagnosis(runs[0])}")
+    else:
+        _say(f"report {write_report(runs)}")
 
 
 @app.command()

@@ -24,6 +24,7 @@ from lowbitrl.quant.recipe import Recipe
 from lowbitrl.rollout.types import Sampling
 from lowbitrl.sync.sentinel import SentinelConfig
 from lowbitrl.tasks import TaskConfig
+from lowbitrl.tracking import TrackingConfig
 from lowbitrl.trainer.config import ObjectiveConfig, TrainerConfig
 from lowbitrl.trainer.optim import OptimizerConfig
 
@@ -127,6 +128,7 @@ class RunConfig(_Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sentinel: SentinelConfig = SentinelConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:

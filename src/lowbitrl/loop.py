@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from lowbitrl.config import RunConfig
 from lowbitrl.evaluation import evaluate
 from lowbitrl.runs import RunFolder
 from lowbitrl.tasks import make_task
+from lowbitrl.tracking import trackers
 from lowbitrl.trainer import checkpoint
 
 Metrics = dict[str, float]
@@ -35,8 +36,10 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
     if config.threads:
         torch.set_num_threads(config.threads)
     task = make_task(config.task)
-    with RunFolder(config.out, resume) as run, _interruptible(say) as interrupted:
+    with RunFolder(config.out, resume) as run, _interruptible(say) as interrupted, ExitStack() as stack:
         parts, start = assemble(config, task, run, resume, say)
+        settings = config.model_dump(mode="json")
+        run.listeners += stack.enter_context(trackers(config.tracking, run.path, start, settings))
         if start == 0:
             run.log({"step": -1} | _evaluation(config, parts, 0))
         for step in range(start, config.trainer.steps):

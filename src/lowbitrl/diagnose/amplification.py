@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from lowbitrl.diagnose.lab import Drawn, Lab, Scores, worn
 from lowbitrl.diagnose.mismatch import differences
 from lowbitrl.diagnose.statistics import bootstrap
-from lowbitrl.diagnose.table import label
+from lowbitrl.diagnose.table import rollout_label
 from lowbitrl.quant import Recipe
 
 NOISES = (1e-7, 1e-6, 1e-4)
@@ -41,8 +41,8 @@ def amplify(
         tokens: about how many sampled tokens are scored.
     """
     drawn, rows = lab.drawn.head(tokens), []
-    for recipe in {label(worn(r, "rollout")): worn(r, "rollout") for r in recipes}.values():
-        tick(name := label(recipe))
+    for name, recipe in {rollout_label(r): worn(r, "rollout") for r in recipes}.items():
+        tick(name)
         model = lab.model(recipe, "rollout", dtype=torch.float32)
         clean, clean_layers = _traced(lab, model, drawn, 0.0, seed)
         for noise in noises:

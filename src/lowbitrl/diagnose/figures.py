@@ -1,48 +1,130 @@
-"""Figures drawn from metrics.jsonl and from nothing else."""
+"""Figures of runs, drawn from metrics.jsonl and from nothing else; each in a light and a dark version."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend must be chosen first)
-from matplotlib.axes import Axes  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, Any]]
-COLORS = ("#1f6f8b", "#c8553d", "#6a994e", "#8d6a9f", "#c9a227", "#4a4e69", "#2a9d8f", "#9d0208")
+Runs = Mapping[str, Records]
+Draw = Callable[[], Figure]
+# Seen apart by readers who confuse red and green, on white and on near-black.
+COLORS = ("#2f86b7", "#d1704a", "#4f9d69", "#9a7bb5", "#c9a227", "#7d8597", "#2a9d8f", "#c2185b")
+PHASES = ("gen", "update", "publish", "eval")
+INK = {"light": ("#222222", "#ffffff"), "dark": ("#dddddd", "#181a1b")}
+SMOOTH = 3
+PANELS = (
+    ("reward/mean", "mean reward", False),
+    ("eval/pass@1", "held-out pass@1", False),
+    ("mismatch/abs_mean", "|log p learner - log p rollout|, nats", True),
+    ("rollout_corr/k3_kl", "k3 KL(rollout || learner)", True),
+    ("actor/pg_clipfrac", "clipped share of tokens", False),
+    ("actor/entropy", "entropy, nats", False),
+    ("actor/grad_norm", "gradient norm", True),
+    ("timing/tokens_per_s", "rollout tokens a second", False),
+    ("rollout/repetition", "repeated 8-grams", False),
+)
 
 
-def training_figure(runs: Mapping[str, Records], path: Path) -> Path:
-    """Reward, mismatch (log scale) and gradient norm against steps, one line a run."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    _lines(axes[0], runs, "reward/mean", "mean reward", smooth=3)
-    _lines(axes[1], runs, "mismatch/abs_mean", "|log p learner - log p rollout|, nats", log=True)
-    _lines(axes[2], runs, "actor/grad_norm", "gradient norm", log=True)
-    axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def save(draw: Draw, path: Path) -> Path:
+    """Draw twice: `path` for light pages, and beside it the same name with -dark."""
+    for theme, (ink, paper) in INK.items():
+        with _theme(ink, paper):
+            figure = draw()
+            figure.savefig(path if theme == "light" else dark(path), dpi=130)
+            plt.close(figure)
     return path
 
 
-def time_figure(runs: Mapping[str, Records], path: Path) -> Path:
+def dark(path: Path) -> Path:
+    """Where a figure's dark version is."""
+    return path.with_name(f"{path.stem}-dark{path.suffix}")
+
+
+@contextmanager
+def _theme(ink: str, paper: str) -> Iterator[None]:
+    keys = (
+        "text.color",
+        "axes.labelcolor",
+        "axes.edgecolor",
+        "xtick.color",
+        "ytick.color",
+        "axes.titlecolor",
+    )
+    papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    frame = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 10,
+        "legend.frameon": False,
+    }
+    rc: dict[Any, Any] = dict.fromkeys(keys, ink) | dict.fromkeys(papers, paper) | frame
+    with plt.rc_context(rc):
+        yield
+
+
+def training_figure(runs: Runs, path: Path) -> Path:
+    """Reward, evaluation, mismatch, clipping, entropy and speed against steps: a line a recipe, seeds as bands."""
+    groups = grouped(runs)
+    present = [p for p in PANELS if any(p[0] in r for records in runs.values() for r in records)]
+
+    def draw() -> Figure:
+        rows = -(-len(present) // 3)
+        figure, axes = plt.subplots(rows, 3, figsize=(13, 3.1 * rows), constrained_layout=True, squeeze=False)
+        for axis, (metric, title, log) in zip(axes.flat, present, strict=False):
+            _panel(axis, groups, metric, log)
+            axis.set_title(title)
+        for axis in axes.flat[len(present) :]:
+            axis.set_axis_off()
+        if axes.flat[0].get_legend_handles_labels()[0]:
+            figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        return figure
+
+    return save(draw, path)
+
+
+def time_figure(runs: Runs, path: Path) -> Path:
     """Median seconds of a step by phase, one bar a run."""
-    figure, axis = plt.subplots(figsize=(7, 0.7 * len(runs) + 1.6), constrained_layout=True)
-    for row, records in enumerate(runs.values()):
-        left = 0.0
-        for color, phase in zip(COLORS, ("gen", "update", "publish", "eval"), strict=False):
-            width = median([r[f"timing/{phase}"] for r in records if f"timing/{phase}" in r])
-            axis.barh(row, width, left=left, color=color, label=phase if row == 0 else None)
-            left += width
-    axis.set_yticks(range(len(runs)), list(runs))
-    axis.set_xlabel("seconds a step (median)")
-    axis.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+
+    def draw() -> Figure:
+        figure, axis = plt.subplots(figsize=(7, 0.45 * len(runs) + 1.6), constrained_layout=True)
+        for row, records in enumerate(runs.values()):
+            left = 0.0
+            for color, phase in zip(COLORS, PHASES, strict=False):
+                width = median([r[f"timing/{phase}"] for r in records if f"timing/{phase}" in r])
+                axis.barh(row, width, left=left, color=color, label=phase if row == 0 else None)
+                left += width
+        axis.set_yticks(range(len(runs)), list(runs))
+        axis.invert_yaxis()
+        axis.set_xlabel("seconds a step (median)")
+        axis.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+        return figure
+
+    return save(draw, path)
+
+
+def grouped(runs: Runs) -> dict[str, list[Records]]:
+    """Runs that differ by their seed alone, under one name: "quads-seed0" and "quads-seed1" are "quads"."""
+    groups: dict[str, list[Records]] = {}
+    for name, records in runs.items():
+        groups.setdefault(group_of(name), []).append(records)
+    return groups
+
+
+def group_of(name: str) -> str:
+    """A run folder's name without its seed."""
+    return re.sub(r"-seed\d+$", "", name)
 
 
 def median(values: Sequence[float]) -> float:
@@ -51,23 +133,31 @@ def median(values: Sequence[float]) -> float:
     return ordered[len(ordered) // 2] if ordered else 0.0
 
 
-def _lines(axis: Axes, runs: Mapping[str, Records], metric: str, label: str, log: bool = False, smooth: int = 1) -> None:
-    for color, (name, records) in zip(COLORS, runs.items(), strict=False):
-        points = [(r["step"] + 1, r[metric]) for r in records if r["step"] >= 0 and metric in r]
-        if not points:
+def _panel(axis: Axes, groups: Mapping[str, Sequence[Records]], metric: str, log: bool) -> None:
+    for color, (name, seeds) in zip(COLORS, groups.items(), strict=False):
+        steps, values = _aligned(seeds, metric)
+        if not len(steps):
             continue
-        steps, values = zip(*points, strict=True)
-        axis.plot(steps, values, color=color, alpha=0.35 if smooth > 1 else 1.0, linewidth=1.4)
-        if smooth > 1:
-            axis.plot(steps, _running_mean(values, smooth), color=color, linewidth=2, label=name)
-    if log and any(line.get_ydata(orig=True).min() > 0 for line in axis.get_lines()):  # type: ignore[union-attr]
+        smooth = _running_mean(values, 1 if metric.startswith("eval/") else SMOOTH)
+        axis.plot(steps, smooth.mean(0), color=color, linewidth=2, label=name)
+        if len(seeds) > 1:
+            axis.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.2, linewidth=0)
+        else:
+            axis.plot(steps, values[0], color=color, alpha=0.35, linewidth=1)
+    lines = [np.asarray(line.get_ydata()) for line in axis.get_lines()]
+    if log and lines and all((line > 0).all() for line in lines):
         axis.set_yscale("log")
     axis.set_xlabel("step")
-    axis.set_title(label, fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
-def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and the `width` - 1 before it."""
-    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+def _aligned(seeds: Sequence[Records], metric: str) -> tuple[Any, Any]:
+    """Steps that every seed has reached, and the values, (seeds, steps)."""
+    by_step = [{r["step"] + 1: r[metric] for r in records if metric in r} for records in seeds]
+    steps = sorted(set.intersection(*map(set, by_step)))
+    return np.array(steps), np.array([[values[s] for s in steps] for values in by_step], dtype=float)
+
+
+def _running_mean(values: Any, width: int) -> Any:
+    """Mean of each value and the `width` - 1 before it, along the last dimension."""
+    windows = [values[:, max(0, i + 1 - width) : i + 1].mean(1) for i in range(values.shape[1])]
+    return np.stack(windows, 1)

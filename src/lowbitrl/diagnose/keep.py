@@ -4,7 +4,8 @@
     bytes = what the layer takes more in BF16 than in its format
 
 Codes flip and layers carry the flips on, so gains do not add up: the greedy pass measures every
-step anew, on top of what is kept already.
+step anew, on top of what is kept already. The largest of many noisy gains is too good to be true, so
+a step counts only with the gain it shows on other responses than those it was chosen on.
 """
 
 from __future__ import annotations
@@ -18,105 +19,114 @@ from typing import Any, get_args
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowbitrl.diagnose.lab import Lab, Scores
+from lowbitrl.diagnose.lab import Drawn, Lab, Scores
 from lowbitrl.diagnose.mismatch import differences
 from lowbitrl.diagnose.statistics import bootstrap, paired_gain
 from lowbitrl.formats import get_format
 from lowbitrl.quant import LayerPlan, Plan, Recipe, attachment
 from lowbitrl.quant.apply import Side
+from lowbitrl.quant.topology import quantizable
 
 SHORTLIST = 3
 
 
 @dataclass
 class Search:
-    """Both sides of a recipe, and the tokens on which layers are tried.
-
-    Args:
-        tokens: about how many sampled tokens are scored.
-    """
+    """Both sides of a recipe, on which layers are tried."""
 
     lab: Lab
     recipe: Recipe
-    tokens: int
 
     def __post_init__(self) -> None:
         self.learner = self.lab.model(self.recipe, "learner")
         self.rollout = self.lab.model(self.recipe, "rollout")
         self.originals = dict(self.lab.load(self.lab.attention["rollout"], None).named_modules())
-        self.drawn = self.lab.drawn.head(self.tokens)
         self.plan = attachment(self.learner).plan
         self.units = units(self.plan)
 
-    def mismatch(self, names: Iterable[str]) -> Scores:
-        """Per response learner - rollout with these modules in BF16 on both sides."""
-        chosen = list(names)
-        if any(self.plan.by_name[name].layout for name in chosen):
-            return self._afresh(chosen)
-        with kept(self.learner, chosen, self.originals), kept(self.rollout, chosen, self.originals):
-            return differences(
-                self.lab.score(self.learner, self.drawn), self.lab.score(self.rollout, self.drawn)
-            )
+    def mismatch(self, chosen: Iterable[str], drawn: Drawn) -> Scores:
+        """Per response learner - rollout with these units in BF16 on both sides."""
+        names = [name for unit in chosen for name in self.units[unit]]
+        if any(self.plan.by_name[name].layout for name in names):
+            return self._afresh(names, drawn)
+        with kept(self.learner, names, self.originals), kept(self.rollout, names, self.originals):
+            return differences(self.lab.score(self.learner, drawn), self.lab.score(self.rollout, drawn))
 
-    def _afresh(self, names: Sequence[str]) -> Scores:
+    def _afresh(self, names: Sequence[str], drawn: Drawn) -> Scores:
         """The same by two new models: a stack of experts gives up its parameter for its bytes."""
-        recipe = replace(self.recipe, keep=(*default_keeps(self.plan), *names))
-        learner, rollout = (
-            self.lab.score(self.lab.model(recipe, side), self.drawn) for side in get_args(Side)
-        )
+        recipe = replace(self.recipe, keep=(*default_keeps(self.plan, quantizable(self.learner)), *names))
+        learner, rollout = (self.lab.score(self.lab.model(recipe, side), drawn) for side in get_args(Side))
         return differences(learner, rollout)
+
+    def bytes_of(self, unit: str) -> int:
+        """What a unit takes more in BF16."""
+        return extra_bytes(self.plan, self.units[unit])
 
 
 def search(
     lab: Lab, recipe: Recipe, tokens: int, steps: int = 3, tick: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Try every layer alone, then up to `steps` together.
+    """Try every layer alone on the first `tokens` tokens, then up to `steps` together, confirmed on as many others.
 
     Returns:
-        "alone": a row a layer (gain with interval, bytes); "greedy": a row a step, stopped at the first
-        that gains nothing beyond chance; "patterns": `keep` of the recipe with the greedy layers, [] where
-        none is worth it.
+        "alone": a row a layer (gain with interval, bytes); "greedy": a row a step that was confirmed;
+        "patterns": `keep` of the recipe with the greedy layers, [] where none is worth it; "mean" before, on
+        the tokens that confirm.
+
+    Raises:
+        ValueError: too few tokens to have others to confirm on.
     """
-    bench = Search(lab, recipe, tokens)
-    before = bench.mismatch(())
+    chosen_on, rest = lab.drawn.cut(tokens)
+    confirmed_on = rest.head(tokens)
+    if not confirmed_on.completions:
+        raise ValueError(
+            f"{lab.drawn.tokens} sampled tokens leave none to confirm on; sample more than {tokens}"
+        )
+    bench = Search(lab, recipe)
+    before = bench.mismatch((), chosen_on)
     alone = []
-    for unit, names in bench.units.items():
+    for unit in bench.units:
         tick(unit)
-        gain = paired_gain(before, bench.mismatch(names))
-        alone.append({"layer": unit, "gain": gain, "bytes": extra_bytes(bench.plan, names)})
+        gain = paired_gain(before, bench.mismatch([unit], chosen_on))
+        alone.append({"layer": unit, "gain": gain, "bytes": bench.bytes_of(unit)})
     order = sorted(alone, key=lambda row: row["gain"].value / row["bytes"], reverse=True)
-    greedy = _greedy(bench, before, [row["layer"] for row in order], steps, tick)
-    chosen = [row["layer"] for row in greedy]
+    greedy = _greedy(bench, (chosen_on, confirmed_on), [row["layer"] for row in order], steps, tick)
     return {
-        "mean": bootstrap([d.abs() for d in before]),
-        "tokens": bench.drawn.tokens,
+        "mean": bootstrap([d.abs() for d in bench.mismatch((), confirmed_on)]),
+        "tokens": [chosen_on.tokens, confirmed_on.tokens],
         "alone": alone,
         "greedy": greedy,
-        "patterns": [*default_keeps(bench.plan), *(f"{unit}.*" for unit in chosen)] if chosen else [],
+        "patterns": [
+            *default_keeps(bench.plan, quantizable(bench.learner)),
+            *(f"{row['layer']}.*" for row in greedy),
+        ]
+        if greedy
+        else [],
     }
 
 
 def _greedy(
-    bench: Search, before: Scores, order: Sequence[str], steps: int, tick: Callable[[str], None]
+    bench: Search, parts: tuple[Drawn, Drawn], order: Sequence[str], steps: int, tick: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     taken: list[dict[str, Any]] = []
-    current = before
+    choose, confirm = (bench.mismatch((), part) for part in parts)
     for _ in range(min(steps, len(order) - 1)):
-        chosen = [row["layer"] for row in taken]
+        kept_now = [row["layer"] for row in taken]
         trials = {}
-        for unit in [u for u in order if u not in chosen][:SHORTLIST]:
-            tick(f"{' + '.join(chosen)} + {unit}".lstrip(" +"))
-            trials[unit] = bench.mismatch(n for u in [*chosen, unit] for n in bench.units[u])
-        gains = {unit: paired_gain(current, diffs) for unit, diffs in trials.items()}
-        unit = max(gains, key=lambda u: gains[u].value / extra_bytes(bench.plan, bench.units[u]))
-        gain = gains[unit]
+        for unit in [u for u in order if u not in kept_now][:SHORTLIST]:
+            tick(" + ".join([*kept_now, unit]))
+            trials[unit] = bench.mismatch([*kept_now, unit], parts[0])
+        gains = {
+            unit: paired_gain(choose, diffs).value / bench.bytes_of(unit) for unit, diffs in trials.items()
+        }
+        unit = max(gains, key=lambda u: gains[u])
+        after = bench.mismatch([*kept_now, unit], parts[1])
+        gain = paired_gain(confirm, after)
         if gain.low <= 0:
             break
-        current = trials[unit]
-        mean = bootstrap([d.abs() for d in current])
-        taken.append(
-            {"layer": unit, "gain": gain, "mean": mean, "bytes": extra_bytes(bench.plan, bench.units[unit])}
-        )
+        choose, confirm = trials[unit], after
+        mean = bootstrap([d.abs() for d in after])
+        taken.append({"layer": unit, "gain": gain, "mean": mean, "bytes": bench.bytes_of(unit)})
     return taken
 
 
@@ -159,8 +169,6 @@ def kept(model: PreTrainedModel, names: Sequence[str], originals: Mapping[str, n
             modules[name].weight.data = data
 
 
-def default_keeps(plan: Plan) -> list[str]:
+def default_keeps(plan: Plan, linears: Iterable[str]) -> list[str]:
     """Linears the plan leaves alone: a recipe that names `keep` names them too."""
-    return [
-        layer.name for layer in plan.layers if not layer.quantized and "is not a linear" not in layer.reason
-    ]
+    return [name for name in linears if not plan.by_name[name].quantized]

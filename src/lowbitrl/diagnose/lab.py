@@ -52,13 +52,18 @@ class Drawn:
 
     def head(self, tokens: int) -> Drawn:
         """The first responses, as many as hold at least `tokens` sampled tokens (or all)."""
-        chosen, count = [], 0
-        for completion in self.completions:
+        return self.cut(tokens)[0]
+
+    def cut(self, tokens: int) -> tuple[Drawn, Drawn]:
+        """`head(tokens)` and the responses after it."""
+        count = 0
+        for i, completion in enumerate(self.completions):
             if count >= tokens:
-                break
-            chosen.append(completion)
+                return replace(self, completions=self.completions[:i]), replace(
+                    self, completions=self.completions[i:]
+                )
             count += len(completion.token_ids)
-        return replace(self, completions=chosen)
+        return self, replace(self, completions=[])
 
 
 class Lab:

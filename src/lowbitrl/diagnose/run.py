@@ -50,7 +50,7 @@ class DiagnoseConfig(BaseModel):
     samples: int = Field(default=2, ge=1)
     seed: int = Field(default=0, ge=0)
     max_batch: int = Field(default=32, ge=1)
-    amplify_tokens: int = Field(default=400, ge=0)
+    amplify_tokens: int = Field(default=300, ge=0)
     layer_tokens: int = Field(default=600, ge=0)
     keep_tokens: int = Field(default=250, ge=0)
     keep_steps: int = Field(default=3, ge=1)
@@ -190,12 +190,9 @@ def draw(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], config: Diagn
 def _amplification(lab: Lab, recipe: Recipe, config: DiagnoseConfig, tick: Say) -> list[dict[str, Any]]:
     if not config.amplify_tokens:
         return []
-    repaired = [
-        replace(r, residual_scope=None) for r in table.variants(recipe, (0.5, 1.0)) if r.learner == "weights"
-    ]
-    return amplification.amplify(
-        lab, [*table.neighbours(recipe), *repaired], config.amplify_tokens, seed=config.seed, tick=tick
-    )
+    repaired = [r for r in table.variants(recipe) if r.learner == "weights" and r.residual in (0.5, 1.0)]
+    rollouts = [*table.neighbours(recipe), *repaired, recipe]
+    return amplification.amplify(lab, rollouts, config.amplify_tokens, seed=config.seed, tick=tick)
 
 
 def _layers(lab: Lab, recipe: Recipe, config: DiagnoseConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:

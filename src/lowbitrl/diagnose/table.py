@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowbitrl.diagnose.lab import Lab, Scores, plain
+from lowbitrl.diagnose.lab import Lab, Scores, plain, worn
 from lowbitrl.diagnose.mismatch import compare, differences
 from lowbitrl.diagnose.statistics import Estimate, bootstrap, paired_gain
 from lowbitrl.quant import PRECISIONS, Recipe
 from lowbitrl.quant.recipe import FP4_ACTIVATIONS, Precision
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+# Choosing channels token by token sorts every row, which is the slowest thing measured here.
+TOKEN_FRACTIONS = {"weights": (0.5, 0.75), "full": (0.5, 1.0)}
 ALIGNMENTS = ("bf16", "weights", "full")
 
 
@@ -49,6 +51,11 @@ def label(recipe: Recipe) -> str:
     return f"{recipe.rollout}, {recipe.learner}{residual}"
 
 
+def rollout_label(recipe: Recipe) -> str:
+    """The same of what its rollout computes, whatever the learner does."""
+    return label(worn(recipe, "rollout")).replace(", weights", "")
+
+
 def neighbours(recipe: Recipe) -> list[Recipe]:
     """The arithmetics to compare with `recipe`'s rollout: BF16, each half of it alone, itself."""
     own = recipe.precision
@@ -57,13 +64,16 @@ def neighbours(recipe: Recipe) -> list[Recipe]:
     return [Recipe(rollout=name, keep=recipe.keep if name != "bf16" else None) for name in names]
 
 
-def variants(recipe: Recipe, fractions: Sequence[float] = FRACTIONS) -> list[Recipe]:
+def variants(recipe: Recipe) -> list[Recipe]:
     """The recipes of the same rollout precision: each alignment, with each residual and scope it can have."""
     base = plain(recipe)
-    repaired = fractions if base.precision.activation in FP4_ACTIVATIONS else ()
-    found = [replace(base, learner=a, residual=f) for a in ALIGNMENTS for f in (0.0, *repaired)]
-    scoped = [replace(base, learner="weights", residual=f, residual_scope="token") for f in repaired if f < 1]
-    return found + scoped
+    repairs = base.precision.activation in FP4_ACTIVATIONS
+    found = [replace(base, learner=alignment) for alignment in ALIGNMENTS]
+    if repairs:
+        found += [replace(base, learner=a, residual=f) for a in ("bf16", "weights") for f in FRACTIONS]
+        for alignment, fractions in TOKEN_FRACTIONS.items():
+            found += [replace(base, learner=alignment, residual=f, residual_scope="token") for f in fractions]
+    return found
 
 
 def measure_all(
@@ -115,6 +125,19 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
     return min(equals, key=lambda c: (extra_work(c.recipe), c.mean.value))
 
 
+def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The closest recipe of each price that is closer than all cheaper ones, dearest first."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (extra_work(c.recipe), c.mean.value)):
+        if not found or candidate.mean.value < found[-1].mean.value:
+            found.append(candidate)
+    return found[::-1]
+
+
+def _price(candidate: Candidate) -> str:
+    return f"{candidate.name}, {candidate.mean.value:.4f} nats at {100 * extra_work(candidate.recipe):.0f}%"
+
+
 def reasons(
     chosen: Candidate, candidates: Sequence[Candidate], lowest: Estimate, noise: dict[str, float]
 ) -> list[str]:
@@ -130,6 +153,9 @@ def reasons(
         f"({lowest.value:.4f}), at {100 * extra_work(chosen.recipe):.0f}% more activation work."
     ]
     lines += [_versus(chosen, c) for c in candidates if _worth_saying(chosen, c)]
+    cheaper = [c for c in frontier(candidates) if extra_work(c.recipe) < extra_work(chosen.recipe)]
+    if cheaper:
+        lines.append("For less work: " + "; ".join(_price(c) for c in cheaper) + ".")
     return lines + _amplified(chosen, noise)
 
 
@@ -149,13 +175,12 @@ def _versus(chosen: Candidate, other: Candidate) -> str:
 
 
 def _amplified(chosen: Candidate, noise: dict[str, float]) -> list[str]:
-    if chosen.recipe.rollout == "bf16" or not noise:
+    own = rollout_label(chosen.recipe)
+    if chosen.recipe.precision.activation is None or own not in noise:
         return []
     worst = max(noise, key=lambda name: noise[name])
-    lines = [f"Noise of 1e-7 on the embeddings alone moves {worst} by {noise[worst]:.3f} nats."]
-    if chosen.recipe.precision.activation:
-        lines.append(
-            "That noise is what any two engines differ by, and it flips activation codes: `full` alignment removes "
-            "it only where both sides are equal to the bit, less amplification removes it everywhere."
-        )
-    return lines
+    return [
+        f"Noise of 1e-7 on the embeddings alone moves {own} by {noise[own]:.3f} nats, {worst} by {noise[worst]:.3f}: "
+        "any two engines differ by as much, and it flips activation codes. `full` removes that only where both sides "
+        "are equal to the bit; a rollout that amplifies less removes it everywhere."
+    ]

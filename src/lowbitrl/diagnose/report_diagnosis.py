@@ -1,0 +1,234 @@
+"""diagnosis.json, its figures and its report.html; the same tables as text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbitrl.diagnose import page
+from lowbitrl.diagnose.figures_diagnosis import diagnosis_figures
+
+Diagnosis = Mapping[str, Any]
+TOTALS = {
+    "mean": "mean |d|, nats",
+    "p99": "99th percentile of |d|",
+    "max": "largest |d|",
+    "k3": "k3 KL(rollout || learner)",
+    "token_mult_prob_error": "mean exp|d| (alarm: 1.05)",
+    "outside": "tokens with ratio outside 1 +- 0.2",
+    "effective_share": "effective sample size, of sequences",
+}
+
+
+def write_diagnosis(found: Diagnosis, folder: Path) -> Path:
+    """Write diagnosis.json, and from what it then holds recommended.toml, figures and report.html."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    numbers = folder / "diagnosis.json"
+    numbers.write_text(json.dumps(found, indent=1) + "\n")
+    return draw_diagnosis(folder)
+
+
+def draw_diagnosis(folder: Path) -> Path:
+    """Redraw figures and report.html from a folder's diagnosis.json.
+
+    Raises:
+        FileNotFoundError: it holds none.
+    """
+    found = json.loads((folder / "diagnosis.json").read_text())
+    (folder / "recommended.toml").write_text(recipe_toml(found["recommendation"]["recipe"]))
+    figures = diagnosis_figures(found, folder / "figures")
+    file = folder / "report.html"
+    file.write_text(page.page("lowbitrl diagnosis", list(_parts(found, figures))))
+    return file
+
+
+def _parts(found: Diagnosis, figures: Mapping[str, Path]) -> Iterator[str]:
+    yield from _verdict(found)
+    yield page.section(
+        "How far sampler and learner are apart",
+        page.table(total_rows(found["mismatch"])),
+        page.text(
+            "d = log p learner - log p rollout of each sampled token; 95% intervals by bootstrap over responses."
+        ),
+    )
+    yield page.section(
+        "Which part comes from where",
+        page.table(term_rows(found["mismatch"])),
+        page.figure(
+            figures["terms"],
+            "mean size of each step of the chain; signed, they add up to the total per token",
+        ),
+    )
+    yield page.section(
+        "Learner alignment x rollout precision x residual",
+        page.table(matrix(found)),
+        page.figure(figures["candidates"], "mean mismatch of every alignment against the residual fraction"),
+    )
+    for name, (title, words) in MORE.items():
+        if name in figures:
+            yield page.section(title, *_tables(name, found), page.figure(figures[name], words))
+    yield page.section(
+        "Where time went", page.table([{"stage": k, "seconds": v} for k, v in found["seconds"].items()])
+    )
+    yield page.section("Set-up", page.code(json.dumps(found.get("setup", found["sampled"]), indent=1)))
+
+
+MORE = {
+    "amplification": (
+        "Amplification",
+        "nats moved by noise on the embeddings alone, in fp32; its growth by layer",
+    ),
+    "layers": (
+        "Layers",
+        "relative L2 of the difference of block outputs, errors accumulated through the network",
+    ),
+    "channels": (
+        "Channels",
+        "the site with the largest relative error; the share of error energy in the worst k% channels",
+    ),
+    "keep": (
+        "Layers to keep in BF16",
+        "nats gained by each layer alone, 95% intervals; those the greedy search took stand out",
+    ),
+    "positions": (
+        "Position and length",
+        "an error token has a learner probability below 2%; repetition is of an 8-gram",
+    ),
+}
+
+
+def _verdict(found: Diagnosis) -> Iterator[str]:
+    faults = [f"{f['fault']}: {f['where']} ({f['evidence']})" for f in found["faults"]]
+    if faults:
+        yield page.callout(["Faults found; everything below measures a broken pair.", *faults], bad=True)
+    chosen = found["recommendation"]
+    yield page.callout([f"Use {chosen['name']}.", *chosen["reasons"]])
+    yield page.code(recipe_toml(chosen["recipe"]))
+
+
+def _tables(name: str, found: Diagnosis) -> list[str]:
+    if name == "amplification":
+        rows = [{k: r[k] for k in ("rollout", "noise", "moved")} for r in found["amplification"]]
+        return [page.table(rows)]
+    if name == "layers":
+        return [page.table(found["layers"])]
+    if name == "channels":
+        return [page.table(found["channels"]["sites"])]
+    if name == "keep":
+        return _keep_tables(found["keep"])
+    onsets = found["positions"]["onsets"]
+    shares = {k: v for k, v in onsets.items() if isinstance(v, float)}
+    return [page.table([shares])]
+
+
+def _keep_tables(kept: Diagnosis) -> list[str]:
+    per_byte = [r | {"nats per MB": 1e6 * r["gain"][0] / r["bytes"]} for r in kept["alone"]]
+    parts = [page.table(per_byte)]
+    if not kept["greedy"]:
+        return [*parts, page.text("No layer gains more than chance explains on these tokens: keep none.")]
+    return [
+        *parts,
+        page.text("Greedily, each on top of those before:"),
+        page.table(kept["greedy"]),
+        page.code(_keep_toml(kept)),
+    ]
+
+
+def _keep_toml(kept: Diagnosis) -> str:
+    return f"keep = {json.dumps(kept['patterns'])}\n"
+
+
+def total_rows(mismatch: Diagnosis) -> list[dict[str, page.Cell]]:
+    """One row a figure, a column a learner."""
+    columns = {"own": "this recipe", "naive": "BF16 learner"}
+    return [
+        {"figure": words} | {columns[name]: found["total"][key] for name, found in mismatch.items()}
+        for key, words in TOTALS.items()
+    ]
+
+
+def term_rows(mismatch: Diagnosis) -> list[dict[str, page.Cell]]:
+    """One row a term and learner: share of the squared total, mean, mean size."""
+    who = {"own": "this recipe", "naive": "BF16"}
+    return [
+        {
+            "learner": who[name],
+            "term": term,
+            "share of squared total": row["share"],
+            "mean": row["mean"],
+            "mean size": row["mean_abs"],
+        }
+        for name, found in mismatch.items()
+        for term, row in found["terms"].items()
+    ]
+
+
+def matrix(found: Diagnosis) -> list[dict[str, page.Cell]]:
+    """Learners down, rollouts across: plain precisions from the grid, residuals from the candidates."""
+    rows: dict[str, dict[str, page.Cell]] = {}
+    for cell in found["grid"]:
+        rows.setdefault(cell["learner"], {"learner": cell["learner"]})[cell["rollout"]] = cell["mean"]
+    for c in found["candidates"]:
+        scoped = c["scope"] == "token" and c["learner"] != "full"
+        name = f"{c['learner']}, channels per token" if scoped else c["learner"]
+        if c["residual"] and c["rollout"] == found["recipe"]["rollout"]:
+            rows.setdefault(name, {"learner": name})[f"+ {c['residual']:g}"] = c["mean"][0]
+    return list(rows.values())
+
+
+def recipe_toml(recipe: Mapping[str, Any]) -> str:
+    """A recipe section as TOML."""
+    lines = [f"{key} = {_toml(value)}" for key, value in recipe.items()]
+    return "\n".join(["[recipe]", *lines]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def lines(found: Diagnosis) -> Iterator[str]:
+    """The short form for a terminal: faults, totals, terms, table, recommendation, time."""
+    yield from (f"FAULT {f['fault']}: {f['where']} ({f['evidence']})" for f in found["faults"])
+    if not found["faults"]:
+        yield "no fault found: plans, versions, bytes, modules and log-probabilities agree"
+    for title, rows in (
+        ("mismatch", total_rows(found["mismatch"])),
+        ("terms", term_rows(found["mismatch"])),
+        ("mean mismatch, learner against rollout", matrix(found)),
+    ):
+        yield ""
+        yield title
+        yield from _aligned(rows)
+    yield ""
+    yield f"Use {found['recommendation']['name']}."
+    yield from (f"  {reason}" for reason in found["recommendation"]["reasons"])
+    kept = found["keep"].get("greedy")
+    yield (
+        f"  Keep {', '.join(row['layer'] for row in kept)} in BF16."
+        if kept
+        else "  No layer is worth keeping in BF16."
+    )
+    yield ""
+    yield "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in found["seconds"].items())
+
+
+def _aligned(rows: Sequence[Mapping[str, page.Cell]]) -> Iterator[str]:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([_plain(row.get(c)) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        yield "  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+
+
+def _plain(value: page.Cell) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return f"{value:.4f}"
+    return f"{value[0]:.4f} [{value[1]:.4f}, {value[2]:.4f}]"
