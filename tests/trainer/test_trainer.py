@@ -149,3 +149,84 @@ def test_dropout_is_refused():
     prepare(model, Recipe(), "learner")
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         Trainer(model, TrainerConfig(), ObjectiveConfig(), OptimizerConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"correction": "tsi"}, "unknown correction 'tsi'; did you mean 'tis'"),
+        ({"aggregate": "mean"}, "aggregate='mean' is not one of token-mean"),
+        ({"name": "grpo", "correction": "tis", "level": "galaxy"}, "level='galaxy' is not one of token"),
+        ({"cap": 2.0}, "correction='none' reads no cap or floor"),
+        ({"name": "grpo", "correction": "tis", "cap": -1.0}, "greater than 0"),
+        (
+            {"name": "grpo", "correction": "mis", "cap": 9.0, "floor": 2.0},
+            "the token rejected; give .* floor at most 1",
+        ),
+        ({"parameters": {"eps_high": "a"}}, "eps_high.* a value of another type is needed"),
+        ({"parameters": {"eps_high": float("nan")}}, "the loss is nan"),
+        ({"kl_coef": float("inf")}, "finite number"),
+    ],
+)
+def test_what_the_objective_would_refuse_is_refused_before_anything_is_sampled(options, message):
+    with pytest.raises(ValueError, match=message):
+        ObjectiveConfig(**options)
+
+
+def test_a_cap_may_be_infinite():
+    assert ObjectiveConfig(name="grpo", correction="tis", cap=float("inf")).cap == float("inf")
+
+
+def test_gradients_that_someone_switched_off_are_on_in_an_update():
+    trainer, other = make_trainer(), make_trainer()
+    torch.set_grad_enabled(False)
+    try:
+        metrics = trainer.update(batch_of(), 0)
+    finally:
+        torch.set_grad_enabled(True)
+    assert metrics == other.update(batch_of(), 0)
+
+
+def test_tokens_left_out_of_the_mask_do_not_train():
+    batch, other = batch_of(2), batch_of(2)
+    for chosen, logprob in ((batch, -3.0), (other, -900.0)):
+        chosen.mask[1, 0] = False
+        chosen.rollout_logprobs[1, 0] = logprob
+    trainer, twin = make_trainer(), make_trainer()
+    assert trainer.update(batch, 0) == twin.update(other, 0)
+    assert torch.equal(flat(trainer), flat(twin))
+
+
+def test_a_model_that_cannot_train_is_refused():
+    model = tiny_llama()
+    prepare(model, Recipe(rollout="nvfp4"), "rollout")
+    with pytest.raises(ValueError, match="no parameter of the model has requires_grad"):
+        Trainer(model, TrainerConfig(), ObjectiveConfig(), OptimizerConfig())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "advantages", "message"),
+    [
+        ([[5]], [[6], [7]], 2, "1 prompts, 2 responses and 2 advantages"),
+        ([[5], [6]], [[6], [7]], 3, "2 prompts, 2 responses and 3 advantages"),
+        ([[5], []], [[6], [7]], 2, "prompt 1 is empty"),
+        ([[5], [6]], [[6], []], 2, "response 1 has 0 tokens"),
+    ],
+)
+def test_batches_that_fit_nothing_are_refused(prompts, responses, advantages, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingBatch.build(prompts, responses, [[-1.0] * len(r) for r in responses], torch.zeros(advantages))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": float("inf")},
+        {"betas": (1.5, 0.9)},
+        {"betas": (0.9, float("nan"))},
+        {"eps": float("inf")},
+    ],
+)
+def test_optimizer_settings_outside_their_range_are_refused(options):
+    with pytest.raises(ValueError, match=r"finite|less than"):
+        OptimizerConfig(**options)

@@ -47,9 +47,18 @@ class TrainingBatch:
         """Pad to (B, T).
 
         Raises:
-            ValueError: a response without tokens (it has no log-probability to train on), or
-                counts that differ.
+            ValueError: a response without tokens (it has no log-probability to train on), a prompt
+                without tokens (nothing predicts the response's first), or counts that differ.
         """
+        if not len(prompts) == len(responses) == len(advantages):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(responses)} responses and {len(advantages)} advantages; give one "
+                "of each a row"
+            )
+        if not all(prompts):
+            raise ValueError(
+                f"prompt {list(map(bool, prompts)).index(False)} is empty; give at least one token"
+            )
         for index, (response, logprobs) in enumerate(zip(responses, rollout_logprobs, strict=True)):
             if not response or len(response) != len(logprobs):
                 raise ValueError(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lowbitrl.objectives import get_objective
+from lowbitrl.objectives import get_objective, policy_loss
 from lowbitrl.trainer.batch import Layout
 
 
@@ -22,14 +23,14 @@ class ObjectiveConfig(BaseModel):
         drop_uninformative: leave out groups whose rewards are all equal (DAPO's filter).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = "tbpo"
     parameters: dict[str, Any] = {}
     correction: str = "none"
     level: str | None = None
-    cap: float | None = None
-    floor: float | None = None
+    cap: float | None = Field(default=None, gt=0, allow_inf_nan=True)
+    floor: float | None = Field(default=None, ge=0)
     count_rejected: bool | None = None
     aggregate: str | None = None
     kl_coef: float = Field(default=0.0, ge=0)
@@ -47,7 +48,33 @@ class ObjectiveConfig(BaseModel):
                 f"entropy_coef={self.entropy_coef}: the learner's entropies carry no gradient (they are "
                 "reduced chunk by chunk), so an entropy bonus would do nothing; set entropy_coef=0"
             )
+        self._try()
         return self
+
+    def _try(self) -> None:
+        """Refuse what the objective itself would refuse, on one token, before a batch has been sampled."""
+        one = torch.full((1, 1), -1.0)
+        try:
+            out = policy_loss(
+                self.name,
+                logprobs=one,
+                old_logprobs=one,
+                rollout_logprobs=one,
+                advantages=torch.ones(1),
+                mask=one.bool(),
+                **self.correction_options(),
+                **self.parameters,
+            )
+        except TypeError as error:
+            raise ValueError(
+                f"parameters={self.parameters}: a value of another type is needed ({error})"
+            ) from error
+        if not torch.isfinite(out.loss) or not bool(out.keep):
+            raise ValueError(
+                f"parameters={self.parameters}, cap={self.cap}, floor={self.floor}: on a token that both sides agree "
+                f"on the loss is {out.loss.item():g}, and the token {'kept' if out.keep else 'rejected'}; give finite "
+                "values, floor at most 1 and cap at least 1"
+            )
 
     def correction_options(self) -> dict[str, Any]:
         """Keyword arguments that `policy_loss` and `batch_denominator` share."""

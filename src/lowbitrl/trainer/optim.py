@@ -8,11 +8,13 @@ A step smaller than half a BF16 ulp would be lost in a BF16 weight; masters keep
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(BaseModel):
@@ -27,12 +29,12 @@ class OptimizerConfig(BaseModel):
         max_grad_norm: total L2 norm above which gradients are scaled down; 0 turns it off.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=1e-6, gt=0)
     muon_learning_rate: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-15, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
@@ -54,6 +56,11 @@ class MasterOptimizer:
         self.config = config
         self.steps = 0
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError(
+                "no parameter of the model has requires_grad, so nothing would train; give the learner, prepared with "
+                "side='learner'"
+            )
         self.masters = {n: _master(p) for n, p in self.parameters.items()}
         hidden = _hidden_matrices(model, self.parameters) if config.name == "muon" else set()
         self.optimizers = _build(config, self.masters, hidden)

@@ -109,6 +109,8 @@ class Trainer:
         scores, chosen = self._score(batch, lambda micro: RoutePass())
         return scores, dataclasses.replace(batch, routes=tuple(chosen[row] for row in range(len(batch))))
 
+    # Whatever ran before may have switched gradients off for good: a reward model's file does, as a rule.
+    @torch.enable_grad()
     def update(self, batch: TrainingBatch, step: int) -> Metrics:
         """Train on one batch of rollouts.
 
@@ -269,7 +271,8 @@ def _rows(tensor: Tensor | None, rows: list[int]) -> Tensor | None:
 
 def _token_matrix(batch: TrainingBatch) -> Tensor:
     tokens = torch.zeros(batch.mask.shape, dtype=torch.long)
-    tokens[batch.mask] = torch.tensor([t for response in batch.responses for t in response])
+    for row, response in zip(tokens, batch.responses, strict=True):
+        row[: len(response)] = torch.tensor(response)
     return tokens
 
 
