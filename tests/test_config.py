@@ -40,6 +40,20 @@ def test_sections_are_the_parts_own_configs(tmp_path):
         ({"rollout": {"samples": 1}}, r"rollout\.samples=1 makes every group's advantage 0"),
         ({"trainer": {"mini_batch": 7}}, r"mini_batch=7 does not divide the batch of 256"),
         ({"evaluation": {"k": 9}}, r"k=9 of pass@k is more than samples=4"),
+        ({"rollout": {"temperature": float("inf")}}, r"rollout\.temperature = inf: .*finite"),
+        ({"rollout": {"temperature": 1e-40}}, r"rollout\.temperature = 1e-40: .*1e-05"),
+        ({"sentinel": {"factor": float("nan")}}, r"sentinel\.factor = nan"),
+        ({"objective": {"correction": "tsi"}}, r"objective: unknown correction 'tsi'; did you mean 'tis'"),
+        ({"optimizer": {"betas": [1.5, 0.9]}}, r"optimizer\.betas\.0 = 1\.5: .*less than 1"),
+        ({"model": {"device": "gpu"}}, r"model\.device = 'gpu': .*auto\|cpu\|cuda"),
+        ({"threads": 10**12}, r"threads = 1000000000000: .*1024"),
+        ({"out": ""}, r"out = ''"),
+        ({"out": 2024}, r"out = 2024: .*quote it twice on a command line, as in --out '\"2024\"'"),
+        (
+            {"task": {"name": "chain_sum", "held_out": 0}, "evaluation": {"every": 5}},
+            r"evaluates all held-out prompts, task\.held_out=0 keeps no more; raise task\.held_out",
+        ),
+        ({"evaluation": {"every": 5, "count": 65}}, r"evaluates 65 held-out prompts, task\.held_out=64"),
         (
             {"recipe": {"rollout": "nvfp4", "residual": 0.5}, "rollout": {"scheduler": "continuous"}},
             r"use scheduler='batch' or recipe\.residual_scope='token'",
@@ -62,6 +76,18 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "bad.toml").write_text("a = = 3")
     with pytest.raises(ConfigError, match="cannot be read as TOML"):
         load_config(tmp_path / "bad.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.toml cannot be read as TOML: 'utf-8'"):
+        load_config(tmp_path / "binary.toml")
+    with pytest.raises(ConfigError, match="cannot be read as TOML: .*directory"):
+        load_config(tmp_path)
+
+
+def test_recipes_are_utf8_with_or_without_a_byte_order_mark(tmp_path):
+    text = 'out = "runs/\N{SNOWMAN}"\n[task]\nname = "chain_sum"\n'
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "r.toml").write_text(text, encoding=encoding)
+        assert load_config(tmp_path / "r.toml").out == "runs/\N{SNOWMAN}"
 
 
 def test_overrides_are_toml_values_or_strings():

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lowbitrl.quant.recipe import Recipe
-from lowbitrl.rollout.types import Sampling
+from lowbitrl.rollout.types import LOWEST_TEMPERATURE, Sampling
 from lowbitrl.sync.sentinel import SentinelConfig
 from lowbitrl.tasks import TaskConfig
 from lowbitrl.tracking import TrackingConfig
@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(_Section):
@@ -48,7 +48,7 @@ class ModelConfig(_Section):
 
     name: str = "demo"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: str = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
 
 
 class RolloutConfig(_Section):
@@ -66,7 +66,7 @@ class RolloutConfig(_Section):
     prompts: int = Field(default=16, ge=1)
     samples: int = Field(default=16, ge=1)
     max_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
     scheduler: Literal["auto", "batch", "continuous"] = "auto"
     max_batch: int = Field(default=256, ge=1)
     record_routing: bool = False
@@ -115,8 +115,8 @@ class RunConfig(_Section):
     """Everything that decides a run."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
-    out: str = "runs/run"
-    threads: int = Field(default=0, ge=0)
+    out: str = Field(default="runs/run", min_length=1)
+    threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads for torch; 0 leaves torch's choice."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig
@@ -137,6 +137,11 @@ class RunConfig(_Section):
             raise ValueError(
                 f"trainer.mini_batch={self.trainer.mini_batch} does not divide the batch of {size} responses "
                 f"(rollout.prompts * rollout.samples); the last optimizer step of a batch would be smaller"
+            )
+        if self.evaluation.every and self.task.held_out < max(self.evaluation.count, 1):
+            raise ValueError(
+                f"evaluation.every={self.evaluation.every} evaluates {self.evaluation.count or 'all'} held-out prompts, "
+                f"task.held_out={self.task.held_out} keeps no more; raise task.held_out, or set evaluation.every=0"
             )
         if self.rollout.samples == 1:
             raise ValueError("rollout.samples=1 makes every group's advantage 0; give at least 2")
@@ -166,10 +171,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist; recipes ship in recipes/*.toml") from error
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
     for key, value in parse_overrides(overrides):
         _assign(data, key.split("."), value)
@@ -230,6 +235,8 @@ def _explain(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{path}: {message}" if path else message
+    if error["type"] == "string_type":
+        message += f"; quote it twice on a command line, as in --{path} '\"{error['input']}\"'"
     return f"{path} = {error['input']!r}: {message}"
 
 

@@ -91,17 +91,13 @@ def search(
         alone.append({"layer": unit, "gain": gain, "bytes": bench.bytes_of(unit)})
     order = sorted(alone, key=lambda row: row["gain"].value / row["bytes"], reverse=True)
     greedy = _greedy(bench, (chosen_on, confirmed_on), [row["layer"] for row in order], steps, tick)
+    left = default_keeps(bench.plan, quantizable(bench.learner))
     return {
         "mean": bootstrap([d.abs() for d in bench.mismatch((), confirmed_on)]),
         "tokens": [chosen_on.tokens, confirmed_on.tokens],
         "alone": alone,
         "greedy": greedy,
-        "patterns": [
-            *default_keeps(bench.plan, quantizable(bench.learner)),
-            *(f"{row['layer']}.*" for row in greedy),
-        ]
-        if greedy
-        else [],
+        "patterns": [*left, *(f"{row['layer']}.*" for row in greedy)] if greedy else [],
     }
 
 

@@ -21,7 +21,9 @@ td,th{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:right;
 td:first-child,th:first-child{text-align:left}
 th button{all:unset;cursor:pointer;font-weight:600}th button:focus-visible{outline:2px solid #2f86b7}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
-small{opacity:.75}figure{margin:1rem 0}img{width:100%;min-width:38rem;max-width:66rem;height:auto}pre{overflow-x:auto;background:var(--soft);padding:.8rem}
+small{opacity:.75}
+figure{margin:1rem 0}img{width:100%;min-width:38rem;max-width:66rem;height:auto}
+pre{overflow-x:auto;background:var(--soft);padding:.8rem}
 .call{border-left:4px solid #2f86b7;padding:.2rem 1rem;background:var(--soft)}.bad{border-color:#c2185b}
 """
 SCRIPT = """
@@ -90,9 +92,10 @@ def _cell(value: Cell) -> str:
 
 def figure(path: Path, words: str) -> str:
     """A figure in the file, in its dark version where the reader's system is dark."""
+    sources = f'<source media="(prefers-color-scheme: dark)" srcset="{_data(dark(path))}">'
+    image = f'<img alt="{html.escape(words)}" src="{_data(path)}">'
     return (
-        f'<figure><div class="scroll"><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark(path))}">'
-        f'<img alt="{html.escape(words)}" src="{_data(path)}"></picture></div>'
+        f'<figure><div class="scroll"><picture>{sources}{image}</picture></div>'
         f"<figcaption><small>{html.escape(words)}</small></figcaption></figure>"
     )
 

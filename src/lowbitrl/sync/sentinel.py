@@ -28,7 +28,7 @@ class SentinelConfig(BaseModel):
         slack: nats that are never a fault, whatever the floor (floors near 0 would alarm on noise).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     sequences: int = Field(default=4, ge=0)
     factor: float = Field(default=4.0, gt=1)

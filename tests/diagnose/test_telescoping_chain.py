@@ -101,9 +101,8 @@ def test_estimates_agree_with_the_metrics_of_training():
     ratios = torch.cat(diffs).exp()
     assert found["outside"].value == pytest.approx(float(((ratios - 1).abs() > 0.2).float().mean()))
     weights = torch.stack([d.sum().exp() for d in diffs]).double()
-    assert found["effective_share"].value == pytest.approx(
-        float(weights.sum() ** 2 / (4 * (weights**2).sum())), rel=1e-4
-    )
+    share = float(weights.sum() ** 2 / (4 * (weights**2).sum()))
+    assert found["effective_share"].value == pytest.approx(share, rel=1e-4)
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
@@ -127,11 +126,9 @@ def test_a_paired_gain_sees_what_unpaired_intervals_hide():
 
 def test_nothing_sampled_is_refused():
     drawn = bench(Recipe()).sample()
-    for broken in (
-        replace(drawn, completions=[]),
-        replace(drawn, completions=[replace(drawn.completions[0], token_ids=())]),
-    ):
+    empty = replace(drawn.completions[0], token_ids=())
+    for completions in ([], [empty]):
         with pytest.raises(ValueError, match="needs sampled tokens"):
-            Lab(load, broken)
+            Lab(load, replace(drawn, completions=completions))
     with pytest.raises(ValueError, match="no responses"):
         statistics.bootstrap([])
