@@ -79,7 +79,7 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.toml cannot be read as TOML: 'utf-8'"):
         load_config(tmp_path / "binary.toml")
-    with pytest.raises(ConfigError, match="cannot be read as TOML: .*directory"):
+    with pytest.raises(ConfigError, match=r"cannot be read as TOML: .*directory"):
         load_config(tmp_path)
 
 

@@ -140,7 +140,7 @@ class RunConfig(_Section):
             )
         if self.evaluation.every and self.task.held_out < max(self.evaluation.count, 1):
             raise ValueError(
-                f"evaluation.every={self.evaluation.every} evaluates {self.evaluation.count or 'all'} held-out prompts, "
+                f"evaluation.every={self.evaluation.every} evaluates {self.evaluation.count or 'all'} prompts, "
                 f"task.held_out={self.task.held_out} keeps no more; raise task.held_out, or set evaluation.every=0"
             )
         if self.rollout.samples == 1:
