@@ -140,8 +140,9 @@ class RunConfig(_Section):
             )
         if self.evaluation.every and self.task.held_out < max(self.evaluation.count, 1):
             raise ValueError(
-                f"evaluation.every={self.evaluation.every} evaluates {self.evaluation.count or 'all'} prompts, "
-                f"task.held_out={self.task.held_out} keeps no more; raise task.held_out, or set evaluation.every=0"
+                f"evaluation.every={self.evaluation.every} evaluates "
+                f"{self.evaluation.count or 'all'} held-out prompts, "
+                f"task.held_out={self.task.held_out} keeps fewer; raise task.held_out, or set evaluation.every=0"
             )
         if self.rollout.samples == 1:
             raise ValueError("rollout.samples=1 makes every group's advantage 0; give at least 2")
