@@ -121,7 +121,13 @@ def diagnose(
         engine=engine,
         dtype=dtype,
     )
-    config = DiagnoseConfig(tokens=tokens, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    config = DiagnoseConfig(
+        tokens=tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        keep_tokens=min(DiagnoseConfig().keep_tokens, tokens // 3),
+    )
     run_diagnose(request, config, pick_device(device), _say)
 
 

@@ -63,6 +63,20 @@ class Search:
         return extra_bytes(self.plan, self.units[unit])
 
 
+def split(drawn: Drawn, tokens: int) -> tuple[Drawn, Drawn]:
+    """Responses to choose layers on, and as many tokens of others to confirm them on.
+
+    Raises:
+        ValueError: too few tokens to have others.
+    """
+    chosen_on, rest = drawn.cut(tokens)
+    if not rest.completions:
+        raise ValueError(
+            f"{drawn.tokens} tokens sampled, {tokens} to choose layers on leave none to confirm on: sample more"
+        )
+    return chosen_on, rest.head(tokens)
+
+
 def search(
     lab: Lab, recipe: Recipe, tokens: int, steps: int = 3, tick: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
@@ -74,14 +88,9 @@ def search(
         the tokens that confirm.
 
     Raises:
-        ValueError: too few tokens to have others to confirm on.
+        ValueError: see `split`.
     """
-    chosen_on, rest = lab.drawn.cut(tokens)
-    confirmed_on = rest.head(tokens)
-    if not confirmed_on.completions:
-        raise ValueError(
-            f"{lab.drawn.tokens} sampled tokens leave none to confirm on; sample more than {tokens}"
-        )
+    chosen_on, confirmed_on = split(lab.drawn, tokens)
     bench = Search(lab, recipe)
     before = bench.mismatch((), chosen_on)
     alone = []

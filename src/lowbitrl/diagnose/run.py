@@ -25,7 +25,7 @@ from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.sync.publisher import publish
 
 Say = Callable[[str], None]
-ROUNDS = 8
+ROUNDS = 64  # times the prompts are gone through, where they are few
 
 
 class DiagnoseConfig(BaseModel):
@@ -108,6 +108,8 @@ def diagnose(
         learner, engine = both_sides(load, recipe, config)
         drawn = draw(engine, prompts, config)
         lab = Lab(load, drawn, config.learner_attention, config.rollout_attention)
+        if config.keep_tokens:
+            keep.split(drawn, config.keep_tokens)
     with stages.stage("faults"):
         found = faults.inspect(learner, lab.model(recipe, "rollout"), engine, drawn)
     del learner, engine
@@ -167,7 +169,7 @@ def both_sides(load: Load, recipe: Recipe, config: DiagnoseConfig) -> tuple[PreT
 
 
 def draw(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], config: DiagnoseConfig) -> Drawn:
-    """Sample prompts in order, a few at a time, until `config.tokens` tokens are there or prompts end.
+    """Sample prompts in order, a few at a time, and from the first again, until `config.tokens` tokens are there.
 
     Raises:
         ValueError: no prompts.
@@ -177,9 +179,11 @@ def draw(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], config: Diagn
     sampling = Sampling(max_tokens=config.max_tokens, temperature=config.temperature)
     count = max(1, config.max_batch // config.samples)
     completions, tokens = [], 0
-    for first in range(0, len(prompts), count):
-        seeds = [config.seed + first + i for i in range(len(prompts[first : first + count]))]
-        fresh = engine.generate(prompts[first : first + count], config.samples, sampling, seeds)
+    for number, first in enumerate([*range(0, len(prompts), count)] * ROUNDS):
+        chosen = prompts[first : first + count]
+        # A number of its own for every batch: a prompt that comes again is sampled anew.
+        seeds = [config.seed + number * count + i for i in range(len(chosen))]
+        fresh = engine.generate(chosen, config.samples, sampling, seeds)
         completions += [replace(c, prompt_index=c.prompt_index + first) for c in fresh]
         tokens += sum(len(c.token_ids) for c in fresh)
         if tokens >= config.tokens:

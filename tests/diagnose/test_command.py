@@ -1,0 +1,98 @@
+"""`lowbitrl diagnose` and `lowbitrl compare` as a person types them."""
+
+import json
+import sys
+
+import pytest
+
+from lowbitrl import cli
+from tests.tiny_run import checkpoint, prompts
+
+
+def run(*arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lowbitrl", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return stopped.value.code or 0, capsys.readouterr().out
+
+
+@pytest.fixture
+def go(monkeypatch, capsys):
+    return lambda *a: run(*a, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    checkpoint(tmp_path / "model")
+    prompts(tmp_path / "prompts.jsonl", 60)
+    return tmp_path
+
+
+SMALL = ("--tokens", 700, "--max-tokens", 24, "--device", "cpu")
+
+
+def test_diagnose_writes_numbers_recipe_and_report_and_report_redraws_it(go, folder):
+    out = folder / "out"
+    code, said = go("diagnose", folder / "model", "--prompts", folder / "prompts.jsonl", "--out", out, *SMALL)
+    assert code == 0, said
+    assert "no fault found" in said
+    assert "Use nvfp4, " in said
+    found = json.loads((out / "diagnosis.json").read_text())
+    assert found["setup"]["environment"]["versions"]["torch"]
+    assert found["setup"]["prompts"].endswith("prompts.jsonl")
+    assert found["sampled"]["tokens"] >= 700
+    (out / "report.html").unlink()
+    assert go("report", out)[0] == 0
+    assert (out / "report.html").stat().st_size > 100_000
+    (folder / "run.toml").write_text(
+        f"""
+[model]
+name = "{folder}/model"
+[task]
+path = "{folder}/prompts.jsonl"
+reward = "tests.tiny_run:reward"
+held_out = 4
+"""
+        + (out / "recommended.toml").read_text()
+    )
+    assert go("plan", folder / "model", "--recipe", folder / "run.toml")[0] == 0
+
+
+def test_recipes_are_candidates_and_bring_their_prompts(go, folder):
+    task = f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_run:reward"\nheld_out = 4\n'
+    (folder / "a.toml").write_text(task + '[recipe]\nrollout = "fp8"\nlearner = "bf16"\n')
+    (folder / "b.toml").write_text(task + '[recipe]\nrollout = "int8"\nlearner = "full"\n')
+    recipes = ("--recipes", folder / "a.toml", "--recipes", folder / "b.toml")
+    code, said = go("diagnose", folder / "model", *recipes, "--out", folder / "out", *SMALL)
+    assert code == 0, said
+    found = json.loads((folder / "out" / "diagnosis.json").read_text())
+    names = [row["name"] for row in found["candidates"]]
+    assert names == ["fp8, bf16", "fp8, weights", "fp8, full", "int8, full"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--engine", "vllm"), "engine='vllm' is not available here; choose one of embedded"),
+        (("--prompts", "x.txt", "--task", "chain_sum"), "give one"),
+        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--rollout", "nvfp5"), "rollout='nvfp5' is unknown"),
+        (("--residual", "2"), "residual=2.0 is not a fraction"),
+    ],
+)
+def test_mistakes_end_in_one_message(go, folder, arguments, message):
+    code, said = go("diagnose", folder / "model", "--out", folder / "out", *SMALL, *arguments)
+    assert code == 2
+    assert message in said
+    assert not (folder / "out").exists()
+
+
+def test_a_text_file_is_a_prompt_a_line_gone_through_again_until_there_are_tokens(go, folder):
+    (folder / "p.txt").write_text("w3 w4\n\nw5\n")
+    small = ("--prompts", folder / "p.txt", "--tokens", 300, "--max-tokens", 4, "--device", "cpu")
+    code, said = go("diagnose", folder / "model", "--out", folder / "out", *small, "--rollout", "int4")
+    assert code == 0, said
+    assert json.loads((folder / "out" / "diagnosis.json").read_text())["sampled"]["tokens"] >= 300
+    (folder / "p.txt").write_text("\n")
+    code, said = go("diagnose", folder / "model", "--out", folder / "out", *small)
+    assert (code, "holds no prompts" in said) == (2, True)
