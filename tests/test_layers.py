@@ -13,6 +13,7 @@ ROOT = Path(lowbitrl.__file__).parent
 # From the ground up; a package may import itself and what stands before it.
 LAYERS = [
     ("formats",),
+    ("kernels",),
     ("quant",),
     ("objectives",),
     ("gguf",),
@@ -27,7 +28,7 @@ LAYERS = [
     ("diagnose",),
     ("assemble", "collect"),
     ("loop",),
-    ("compare", "demo", "doctor"),
+    ("bench", "compare", "demo", "doctor"),
     ("cli",),
     ("__main__",),
 ]

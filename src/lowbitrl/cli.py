@@ -193,6 +193,19 @@ def upcycle(
 
 
 @app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(help="kernels, rollout, step or sync")],
+    out: Annotated[Path, typer.Option(help="folder of rows, findings and figures")] = Path("runs/bench"),
+    only: Annotated[list[str] | None, typer.Option(help="one benchmark of the suite; repeatable")] = None,
+) -> None:
+    """Measure the library next to the limits of the device it runs on."""
+    from lowbitrl.bench.command import run_suite
+
+    run_suite(suite, out, only or ())
+    _say(f"results {out}")
+
+
+@app.command()
 def doctor() -> None:
     """Say what can run here, and why the rest can't."""
     from lowbitrl.doctor import diagnose_machine
