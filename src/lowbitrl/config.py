@@ -67,7 +67,7 @@ class RolloutConfig(_Section):
     samples: int = Field(default=16, ge=1)
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
-    scheduler: Literal["auto", "batch", "continuous"] = "auto"
+    scheduler: Literal["auto", "batch", "graph", "continuous"] = "auto"
     max_batch: int = Field(default=256, ge=1)
     record_routing: bool = False
     keep_decoded_experts: bool = False

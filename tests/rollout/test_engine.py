@@ -9,6 +9,7 @@ from lowbitrl.quant import Recipe, prepare
 from lowbitrl.rollout import Sampling
 from lowbitrl.rollout.embedded import EmbeddedEngine, prompt_seed
 from lowbitrl.rollout.embedded.engine import _chunks
+from lowbitrl.sync.publisher import publish
 from tests.conftest import tiny_llama
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [3], [20, 21, 22]]
@@ -215,3 +216,56 @@ def test_engine_copies_share_nothing():
     assert tokens(twin.generate(PROMPTS, 2, Sampling(max_tokens=4))) == tokens(
         engine.generate(PROMPTS, 2, Sampling(max_tokens=4))
     )
+
+
+@pytest.mark.parametrize("rollout", ["bf16", "nvfp4-w4a16", "nvfp4"])
+def test_fixed_buffers_sample_what_a_growing_cache_does(rollout):
+    seeds, sampling = [11, 12, 13, 14], Sampling(max_tokens=21, stop_token_ids=(1, 2, 3))
+    grown = engine_of(rollout, scheduler="batch").generate(PROMPTS, 4, sampling, seeds)
+    engine = engine_of(rollout, scheduler="graph", max_batch=256)
+    for _ in range(2):
+        fixed = engine.generate(PROMPTS, 4, sampling, seeds)
+        assert tokens(fixed) == tokens(grown)
+        assert [c.finish_reason for c in fixed] == [c.finish_reason for c in grown]
+        for a, b in zip(fixed, grown, strict=True):
+            assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-5)
+    assert {c.finish_reason for c in grown} == {"stop", "length"}
+
+
+def prepared(model, side):
+    prepare(model, Recipe(rollout="nvfp4", residual=0.5), side)
+    return model
+
+
+def other_llama():
+    """The tiny model with other weights."""
+    model = tiny_llama(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    return model
+
+
+def test_fixed_buffers_serve_a_new_version_from_the_same_addresses():
+    engine, other = engine_of("nvfp4", scheduler="graph"), other_llama()
+    learner = publish(prepared(other_llama(), "learner"), 1)
+    before = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+    engine.generate(PROMPTS, 2, Sampling(max_tokens=4))
+    engine.update(learner.stream(), learner.manifest)
+    assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == before
+    fresh = EmbeddedEngine(prepared(other, "rollout"), "batch")
+    assert tokens(engine.generate(PROMPTS, 2, Sampling(max_tokens=6))) == tokens(
+        fresh.generate(PROMPTS, 2, Sampling(max_tokens=6))
+    )
+
+
+def test_fixed_buffers_refuse_broken_logits_and_models_they_cannot_serve():
+    engine = engine_of(scheduler="graph")
+    with torch.no_grad():
+        engine.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="row 0 are not finite"):
+        engine.generate([[5, 6]], 1, Sampling(max_tokens=4))
+    model = prepared(tiny_llama(torch.float32), "rollout")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="use 'batch'"):
+        EmbeddedEngine(model, "graph")

@@ -228,9 +228,9 @@ class RolloutLinear(nn.Linear):
     encoded: QuantizedTensor | None
 
     def adopt(self, encoded: QuantizedTensor) -> None:
-        """Serve these bytes from now on."""
+        """Serve these bytes from now on; the decoded weight keeps its address (CUDA graphs hold it)."""
         self.encoded = encoded
-        self.weight.data = encoded.dequantize(self.weight.dtype)
+        self.weight.data.copy_(encoded.dequantize(self.weight.dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""

@@ -102,6 +102,12 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
     return ids.to(device), mask.to(device)
 
 
+def prefill(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, DynamicCache]:
+    """(P, V) logits after each left-padded prompt, and the prompts' cache."""
+    cache = DynamicCache(config=model.config)
+    return _forward(model, ids, mask, mask, cache, False)[0], cache
+
+
 def _forward(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, real: Tensor, cache: DynamicCache, record: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -116,7 +122,7 @@ def _forward(
             position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
-            **{_cache_argument(type(model)): cache},
+            **{cache_argument(type(model)): cache},
         )
         if seen is not None:
             routes = seen.recorded().unflatten(0, ids.shape).cpu()
@@ -141,7 +147,8 @@ def _tokens_of_pass(model: PreTrainedModel, real: Tensor) -> Iterator[None]:
 
 
 @functools.cache
-def _cache_argument(model_type: type[PreTrainedModel]) -> str:
+def cache_argument(model_type: type[PreTrainedModel]) -> str:
+    """What this model's forward calls its key/value cache."""
     # transformers 5.24 renamed past_key_values to cache and warns about the old name.
     return "cache" if "cache" in inspect.signature(model_type.forward).parameters else "past_key_values"
 

@@ -1,7 +1,7 @@
 """EmbeddedEngine: the rollout policy in this process.
 
 What a seed promises: sample j of a prompt draws the same random numbers whatever shares its
-batch (scheduler "batch"). Its tokens are then the same as long as the arithmetic is: a
+batch (schedulers "batch" and "graph"). Its tokens are then the same as long as the arithmetic is: a
 batch-scoped residual chooses channels over the whole batch, and kernels may round differently at
 another batch size, so with quantized activations a completion can still depend on its company.
 Under "continuous" a seed fixes the whole call only.
@@ -23,11 +23,12 @@ from lowbitrl.quant import Plan, attachment, real_tokens
 from lowbitrl.quant.linear import RolloutLinear
 from lowbitrl.rollout.embedded.batch import Decoded, decode, pad_left
 from lowbitrl.rollout.embedded.continuous import decode_continuous
+from lowbitrl.rollout.embedded.graph import GraphDecoder, why_unavailable
 from lowbitrl.rollout.embedded.sampler import uniforms
 from lowbitrl.rollout.types import Completion, Sampling
 from lowbitrl.sync.manifest import Manifest
 
-Scheduler = Literal["auto", "batch", "continuous"]
+Scheduler = Literal["auto", "batch", "graph", "continuous"]
 PARTS = ("qdata", "scale", "global_scale")
 RAGGED = 0.5  # share of padding above which "auto" pages instead
 
@@ -37,16 +38,17 @@ class EmbeddedEngine:
 
     Args:
         model: the prepared model.
-        scheduler: "batch" decodes whole batches with a shared prompt cache; "continuous" is
-            transformers' paged continuous batching; "auto" takes "continuous" when more than
-            half of a padded batch would be padding.
-        max_batch: most rows decoded at once by "batch"; bounds the cache.
+        scheduler: "batch" decodes whole batches with a shared prompt cache; "graph" does so by a
+            CUDA graph a token; "continuous" is transformers' paged continuous batching; "auto"
+            takes "continuous" when more than half of a padded batch would be padding, else "graph"
+            on a GPU where the model allows it, else "batch".
+        max_batch: most rows decoded at once by "batch" and "graph"; bounds the cache.
         record_routing: hand out the experts that each token of a completion took. "auto" then
-            means "batch": a paged batch does not say which token is whose.
+            means "batch": the others do not say which token is whose.
 
     Raises:
         ValueError: the model wears no plan or the learner's; routing is to be recorded of a dense
-            model, or under "continuous".
+            model, or under another scheduler than "batch"; "graph" for a model that cannot.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class EmbeddedEngine:
             raise ValueError("the engine needs a model prepared with side='rollout', not the learner's")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} decodes nothing; give at least 1")
-        if record_routing and scheduler == "continuous":
-            raise ValueError(
-                "routing is recorded by scheduler='batch'; 'continuous' mixes requests in one row"
-            )
+        if record_routing and scheduler not in ("auto", "batch"):
+            raise ValueError(f"routing is recorded by scheduler='batch', not by {scheduler!r}")
+        if scheduler == "graph" and (reason := why_unavailable(model)):
+            raise ValueError(f"scheduler='graph' cannot serve this model: {reason}; use 'batch'")
         if record_routing and not attached.routing.names:
             raise ValueError("record_routing=True needs a mixture of experts; this model has no routers")
         self.model = model
@@ -73,6 +75,7 @@ class EmbeddedEngine:
         self.scheduler: Scheduler = scheduler
         self.max_batch = max_batch
         self.version = -1
+        self._graphs = GraphDecoder(model)
         self._expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def generate(
@@ -92,12 +95,13 @@ class EmbeddedEngine:
         self._check(prompts, n, sampling, seeds)
         if not prompts:
             return []
-        if self._choose(prompts) == "continuous":
+        chosen = self._choose(prompts)
+        if chosen == "continuous":
             digest = hashlib.sha256(repr(seeds).encode()).digest()
             seed = int.from_bytes(digest[:8], "big") >> 1
             rows = decode_continuous(self.model, prompts, n, seed, sampling, self._stop(sampling))
         else:
-            rows = self._decode_batches(prompts, n, sampling, seeds)
+            rows = self._decode_batches(prompts, n, sampling, seeds, chosen == "graph")
         return [self._completion(i // n, i % n, row) for i, row in enumerate(rows)]
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:
@@ -115,7 +119,7 @@ class EmbeddedEngine:
     def update(self, stream: Iterable[tuple[str, Tensor]], manifest: Manifest) -> None:
         """Serve a new version: every tensor is checked before the first one is adopted.
 
-        Bytes are adopted by reference, without a copy. No cache of the old version survives:
+        Bytes are adopted by reference, decoded values in place. No cache of the old version survives:
         key/value caches live inside one `generate` call.
 
         Raises:
@@ -165,10 +169,12 @@ class EmbeddedEngine:
             return "batch" if self.record_routing else self.scheduler
         lengths = [len(p) for p in prompts]
         padding = 1 - sum(lengths) / (max(lengths) * len(lengths))
-        return "continuous" if padding > RAGGED else "batch"
+        if padding > RAGGED:
+            return "continuous"
+        return "graph" if self.model.device.type == "cuda" and not why_unavailable(self.model) else "batch"
 
     def _decode_batches(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: list[int]
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: list[int], graph: bool
     ) -> list[Decoded]:
         rows: dict[tuple[int, int], Decoded] = {}
         for chunk, first, count in _chunks([len(p) for p in prompts], n, self.max_batch):
@@ -176,15 +182,10 @@ class EmbeddedEngine:
                 uniforms(seeds[p], first + j, sampling.max_tokens) for p in chunk for j in range(count)
             ]
             chosen = [prompts[p] for p in chunk]
+            work = (chosen, count, torch.stack(streams), sampling, self._stop(sampling))
             with torch.no_grad():
-                decoded = decode(
-                    self.model,
-                    chosen,
-                    count,
-                    torch.stack(streams),
-                    sampling,
-                    self._stop(sampling),
-                    self.record_routing,
+                decoded = (
+                    self._graphs.decode(*work) if graph else decode(self.model, *work, self.record_routing)
                 )
             rows.update(zip(((p, first + j) for p in chunk for j in range(count)), decoded, strict=True))
         return [rows[p, j] for p in range(len(prompts)) for j in range(n)]
@@ -222,7 +223,7 @@ class EmbeddedEngine:
 
 
 def _replace(parameter: torch.nn.Parameter, value: Tensor) -> None:
-    parameter.data = value
+    parameter.data.copy_(value)  # in place: CUDA graphs hold its address
 
 
 def _chunks(lengths: list[int], n: int, max_batch: int) -> Iterator[tuple[list[int], int, int]]:

@@ -39,17 +39,30 @@ def sample(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor,
     Raises:
         ValueError: a row of logits holds NaN or +Inf.
     """
+    tokens, logprobs, total = draw(logits, temperature, uniform)
+    finite = torch.isfinite(total)
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        refuse_broken(total[row : row + 1], row)
+    return tokens, logprobs
+
+
+def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`sample` without looking at values: also returns logsumexp (R,), which is finite for sound logits."""
     scaled = logits.float() / (temperature or 1.0)
     total = scaled.logsumexp(-1)
-    if not torch.isfinite(total).all():
-        row = int((~torch.isfinite(total)).nonzero()[0])
-        raise ValueError(f"logits of row {row} are not finite: the weights served are broken")
     if temperature == 0.0:
-        return scaled.argmax(-1), torch.zeros_like(total)
+        return scaled.argmax(-1), torch.zeros_like(total), total
     cumulative = (scaled - total[:, None]).exp_().cumsum_(-1)
     # Scaled by the last entry, since rounding leaves the sum a little off 1; right=True never
     # lands on a token of probability zero.
     target = uniform.to(cumulative) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
-    return tokens, scaled.gather(-1, tokens[:, None]).squeeze(-1) - total
+    return tokens, scaled.gather(-1, tokens[:, None]).squeeze(-1) - total, total
+
+
+def refuse_broken(total: Tensor, row: int) -> None:
+    """Raise ValueError where a row's logsumexp is not finite."""
+    if not torch.isfinite(total).all():
+        raise ValueError(f"logits of row {row} are not finite: the weights served are broken")
