@@ -54,14 +54,15 @@ class FixedCache:
 
     def __init__(self, like: DynamicCache, rows: int, columns: int, column: Tensor) -> None:
         self.column = column
-        self.keys = [_buffer(layer.keys, rows, columns) for layer in like.layers]
-        self.values = [_buffer(layer.values, rows, columns) for layer in like.layers]
+        pairs = [_pair(layer) for layer in like.layers]
+        self.keys = [_buffer(keys, rows, columns) for keys, _ in pairs]
+        self.values = [_buffer(values, rows, columns) for _, values in pairs]
 
     def load(self, prompts: DynamicCache, n: int) -> None:
         """The prompts' keys and values, each repeated for its n rows."""
         for index, layer in enumerate(prompts.layers):
-            for buffer, given in ((self.keys, layer.keys), (self.values, layer.values)):
-                buffer[index][:, :, : given.shape[2]] = given.repeat_interleave(n, 0)
+            for buffers, given in zip((self.keys, self.values), _pair(layer), strict=True):
+                buffers[index][:, :, : given.shape[2]] = given.repeat_interleave(n, 0)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, 1, width) at the current column; returns the whole buffers."""
@@ -75,8 +76,11 @@ class FixedCache:
         return self.keys[layer].shape[2]
 
 
-def _buffer(like: Tensor | None, rows: int, columns: int) -> Tensor:
-    assert like is not None
+def _pair(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.keys, layer.values
+
+
+def _buffer(like: Tensor, rows: int, columns: int) -> Tensor:
     return like.new_zeros(rows, like.shape[1], columns, like.shape[3])
 
 
