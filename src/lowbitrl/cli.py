@@ -148,6 +148,25 @@ def compare(
 
 
 @app.command()
+def experiment(
+    file: Annotated[Path, typer.Argument(help="an experiment's TOML: base recipe, seeds, variants")],
+    out: Annotated[Path, typer.Option(help="folder of metrics, statistics and figures")],
+    only: Annotated[list[str] | None, typer.Option(help="a variant; repeatable; all by default")] = None,
+    seeds: Annotated[str, typer.Option(help="0,1,2 or 0-2; by default the file's")] = "",
+    jobs: Annotated[int, typer.Option(help="runs at a time; 0: one on a CPU, what fits on a GPU")] = 0,
+    redraw: Annotated[bool, typer.Option("--redraw", help="from the metrics that out holds")] = False,
+) -> None:
+    """Run the variants of an experiment that are missing, and say which differ beyond their seeds."""
+    from lowbitrl.compare import parse_seeds
+    from lowbitrl.experiment import run_experiment
+
+    chosen = parse_seeds(seeds) if seeds else ()
+    _say(
+        f"statistics {run_experiment(file, out, only=only or (), seeds=chosen, jobs=jobs, redraw=redraw, say=_say)}"
+    )
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders side by side, or one diagnosis")],
 ) -> None:

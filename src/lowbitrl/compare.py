@@ -104,11 +104,12 @@ def plan_jobs(
             folder = out / (f"{path.stem}-seed{seed}" if len(seeds) > 1 else path.stem)
             own = (*overrides, "--seed", str(seed), "--out", str(folder))
             planned.append(Job(path, own, load_config(path, own)))
-    _check_same_prompts(planned)
+    check_same_prompts(planned)
     return planned
 
 
-def _check_same_prompts(planned: Sequence[Job]) -> None:
+def check_same_prompts(planned: Sequence[Job]) -> None:
+    """Refuse jobs of different tasks or prompt counts (ValueError, naming both)."""
     first = planned[0]
     for job in planned[1:]:
         for what, ours, theirs in (
