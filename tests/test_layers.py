@@ -29,6 +29,7 @@ LAYERS = [
     ("assemble", "collect"),
     ("loop",),
     ("bench", "compare", "demo", "doctor"),
+    ("experiment",),
     ("cli",),
     ("__main__",),
 ]
