@@ -12,7 +12,7 @@ import lowbitrl
 ROOT = Path(lowbitrl.__file__).parent
 # From the ground up; a package may import itself and what stands before it.
 LAYERS = [
-    ("formats",),
+    ("formats", "imports"),
     ("kernels",),
     ("quant",),
     ("objectives",),

@@ -129,8 +129,8 @@ def test_nan_stops_with_step_batch_and_last_good_checkpoint_and_writes_nothing(t
     to_batch = collect.to_batch
     calls = []
 
-    def poisoned(run_config, samples):
-        batch, metrics = to_batch(run_config, samples)
+    def poisoned(run_config, samples, kl):
+        batch, metrics = to_batch(run_config, samples, kl)
         calls.append(1)
         if len(calls) == 3:
             batch.advantages[0] = torch.nan
@@ -264,6 +264,72 @@ def test_uninformative_groups_can_be_dropped(tmp_path):
     assert last["reward/zero_variance_groups"] == 1.0
     assert "actor/loss" not in last
     assert last["quant/changed_codes"] == 0.0
+
+
+PENALIZED = {
+    "kl_coef": 0.1,
+    "entropy_coef": 0.01,
+    "drop_uninformative": True,
+    "overlong_buffer": 2,
+}
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_every_penalty_and_dynamic_sampling_run_and_resume_to_the_bit(tmp_path, kl_in):
+    sections = {
+        # The tiny model seldom stops by itself: filtered, most batches of four steps are empty.
+        "objective": PENALIZED | {"kl_in": kl_in, "overlong_filter": kl_in == "reward"},
+        "rollout": {"resample": 2},
+        "task": {"reward": "tests.test_loop:sparse"},
+        "checkpoint": {"every": 1, "keep": 9},
+    }
+    whole = train(config(tmp_path, "whole", **sections), say=quiet)
+    lines = read_metrics(whole)[1:]
+    assert any(line["rollout/rounds"] > 1 for line in lines)
+    assert all("reward/overlong_penalty" in line for line in lines)
+    key = "reward/kl" if kl_in == "reward" else "actor/kl_loss"
+    values = [line[key] for line in lines if key in line]
+    assert values[0] == 0
+    assert values[-1] != 0
+    part = train(config(tmp_path, "part", trainer={"steps": 2}, **sections), say=quiet)
+    train(config(tmp_path, "part", **sections), resume=True, say=quiet)
+    # The shorter run had an evaluation of its own at its end.
+    assert lasting(part)[-2:] == lasting(whole)[-2:]
+
+
+def sparse(completion, prompt):
+    """1 for a completion with a rare word: most groups have none."""
+    return float(any(word in completion.split() for word in ("w3", "w5", "w9")))
+
+
+OWN = """
+from lowbitrl.objectives import register_objective
+
+@register_objective("{name}", aggregate="token-mean")
+def squared(logprobs_BT, old_logprobs_BT, advantages_B1, mask_BT, *, scale: float = 1.0):
+    ratio_BT = (logprobs_BT - old_logprobs_BT).exp()
+    return -ratio_BT * advantages_B1 + scale * (ratio_BT - 1) ** 2
+"""
+
+
+def test_a_run_trains_an_objective_of_the_user_s_own_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_objective.py").write_text(OWN.format(name="own-squared"))
+    own = {"name": "own-squared", "module": "own_objective", "parameters": {"scale": 0.5}}
+    run = config(tmp_path, objective=own, trainer={"steps": 2})
+    folder = train(run, say=quiet)
+    assert read_metrics(folder)[-1]["actor/grad_norm"] > 0
+    train(config(tmp_path, objective=own), resume=True, say=quiet)
+    assert [line["step"] for line in read_metrics(folder)] == [-1, 0, 1, 2, 3]
+    with pytest.raises(ValueError, match="unknown objective 'own-square'; did you mean 'own-squared'"):
+        config(tmp_path, objective=own | {"name": "own-square"})
+
+
+def test_a_module_that_fails_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_objective.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ValueError, match=r"importing 'broken_objective' failed with SystemExit: 3.*now "):
+        config(tmp_path, objective={"name": "grpo", "module": "broken_objective"})
 
 
 def constant(completion, prompt):

@@ -28,7 +28,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class Parts:
-    """The assembled run: both sides of the policy, and what feeds and watches them."""
+    """The assembled run: both sides of the policy, and what feeds and watches them.
+
+    Attributes:
+        drawn: prompts sampled from so far.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     task: Task
@@ -37,6 +41,7 @@ class Parts:
     engine: EmbeddedEngine
     sentinel: Sentinel
     published: Publication
+    drawn: int
 
     def publish(self, version: int) -> dict[str, float]:
         """Encode once, serve the same bytes, compare both sides."""
@@ -49,7 +54,7 @@ class Parts:
 
     def save(self, config: RunConfig, run: RunFolder, step: int) -> Path:
         """Write the checkpoint from which step `step` can start."""
-        state = {"plan": self.plan.digest, "sentinel": self.sentinel.history}
+        state = {"plan": self.plan.digest, "sentinel": self.sentinel.history, "drawn": self.drawn}
         return checkpoint.save(run.checkpoints, step, self.trainer.optimizer, state, config.checkpoint.keep)
 
 
@@ -95,7 +100,8 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
         lambda sequences: engine.score(sequences, config.rollout.temperature),
         saved.state["sentinel"] if saved else (),
     )
-    return Parts(tokenizer, task, plan, trainer, engine, sentinel, published), start
+    drawn = saved.state["drawn"] if saved else 0
+    return Parts(tokenizer, task, plan, trainer, engine, sentinel, published, drawn), start
 
 
 # What may change when a run goes on: how long, how often it looks and saves, where it writes.

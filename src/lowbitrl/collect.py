@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowbitrl.config import RunConfig
-from lowbitrl.objectives import group_advantages
+from lowbitrl.objectives import group_advantages, soft_overlong_penalty
 from lowbitrl.rollout import Completion
 from lowbitrl.rollout.embedded import prompt_seed
 from lowbitrl.rollout.engine import Engine
@@ -21,7 +21,10 @@ from lowbitrl.trainer import TrainingBatch
 
 @dataclass(frozen=True)
 class Samples:
-    """One step's completions with their rewards, (len(completions),) fp32."""
+    """One step's completions with their rewards, (len(completions),) fp32, as the task gave them.
+
+    rounds: how often prompts were drawn for them; consumed: prompts drawn since the start of the run.
+    """
 
     prompts: list[Prompt]
     prompt_ids: list[list[int]]
@@ -29,53 +32,134 @@ class Samples:
     texts: list[str]
     scores: list[dict[str, float]]
     rewards: Tensor
+    rounds: int = 1
+    consumed: int = 0
+
+    def __add__(self, later: Samples) -> Samples:
+        """Both, those of a later round after these."""
+        moved = [replace(c, prompt_index=c.prompt_index + len(self.prompts)) for c in later.completions]
+        return Samples(
+            self.prompts + later.prompts,
+            self.prompt_ids + later.prompt_ids,
+            self.completions + moved,
+            self.texts + later.texts,
+            self.scores + later.scores,
+            torch.cat([self.rewards, later.rewards]),
+            self.rounds + later.rounds,
+            later.consumed,
+        )
 
 
 def sample(
-    config: RunConfig, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, step: int
+    config: RunConfig, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, step: int, start: int
 ) -> Samples:
-    """Sample and reward the prompts of `step`; the same step of the same run draws the same numbers."""
+    """Sample and reward the prompts of `step`; the same step of the same run draws the same numbers.
+
+    Args:
+        start: prompts drawn by the steps before. With `rollout.resample` a step draws on until
+            enough of its groups have rewards that differ, or its rounds are used up.
+    """
+    samples = _round(config, engine, task, tokenizer, (step,), start)
+    while (
+        samples.rounds <= config.rollout.resample and _informative(config, samples) < config.rollout.prompts
+    ):
+        samples += _round(config, engine, task, tokenizer, (step, samples.rounds), samples.consumed)
+    return samples
+
+
+def _round(
+    config: RunConfig,
+    engine: Engine,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: tuple[int, ...],
+    start: int,
+) -> Samples:
     count = config.rollout.prompts
-    prompts = task.prompts("train", step * count, count)
+    prompts = task.prompts("train", start, count)
     ids = [task.encode(tokenizer, prompt) for prompt in prompts]
-    seeds = [prompt_seed(config.seed, step, prompt.id) for prompt in prompts]
+    seeds = [prompt_seed(config.seed, *seed, prompt.id) for prompt in prompts]
     completions = engine.generate(ids, config.rollout.samples, config.rollout.sampling(), seeds)
     texts = [completion_text(tokenizer, c.token_ids) for c in completions]
     pairs = zip(completions, texts, strict=True)
     scores = [task.scores(prompts[c.prompt_index], text) for c, text in pairs]
     rewards = torch.tensor([score[task.scorer] for score in scores])
-    return Samples(prompts, ids, completions, texts, scores, rewards)
+    return Samples(prompts, ids, completions, texts, scores, rewards, consumed=start + count)
 
 
-def to_batch(config: RunConfig, samples: Samples) -> tuple[TrainingBatch, dict[str, float]]:
-    """Advantages within groups, and the batch the learner sees."""
+def _informative(config: RunConfig, samples: Samples) -> int:
+    groups = group_advantages(samples.rewards, group_size=config.rollout.samples)
+    return groups.num_groups - groups.num_zero_variance
+
+
+def to_batch(
+    config: RunConfig, samples: Samples, kl: Callable[[TrainingBatch], Tensor] | None = None
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """Penalties on the rewards, advantages within groups, and the batch the learner sees.
+
+    Args:
+        kl: KL of each response to the reference, where the objective charges it to the reward.
+    """
+    objective = config.objective
+    penalties, metrics = _penalties(config, samples, kl)
     groups = group_advantages(
-        samples.rewards,
+        samples.rewards - penalties,
         group_size=config.rollout.samples,
-        scale=config.objective.advantage_scale,
-        baseline=config.objective.advantage_baseline,
+        scale=objective.advantage_scale,
+        baseline=objective.advantage_baseline,
     )
+    # What a group can teach is asked of the task's own rewards: a penalty makes every group differ.
+    raw = group_advantages(samples.rewards, group_size=config.rollout.samples)
     chosen = list(range(len(samples.completions)))
-    if config.objective.drop_uninformative:
-        chosen = [i for i in chosen if bool(groups.informative[i])]
-    picked = [samples.completions[i] for i in chosen]
-    batch = TrainingBatch.build(
-        [samples.prompt_ids[c.prompt_index] for c in picked],
-        [c.token_ids for c in picked],
-        [c.rollout_logprobs for c in picked],
-        groups.advantages[chosen],
-        _routes(picked),
-    )
+    if objective.drop_uninformative:
+        informative = [i for i in chosen if bool(raw.informative[i])]
+        chosen = informative[: config.rollout.prompts * config.rollout.samples]
+    trained = len(chosen)
+    if objective.overlong_filter:
+        # Out of the batch, out of every denominator: the same as out of the mask, for less work.
+        chosen = [i for i in chosen if not samples.completions[i].truncated]
     lengths = [len(c.token_ids) for c in samples.completions]
     # Not every scorer applies to every prompt: an answer that is no number has no number scorer.
     names = {name: None for scores in samples.scores for name in scores}
     scored = {name: [s[name] for s in samples.scores if name in s] for name in names}
-    return batch, {f"reward/{name}": _mean(values) for name, values in scored.items()} | {
+    return _batch(samples, chosen, groups.advantages), {
+        f"reward/{name}": _mean(values) for name, values in scored.items()
+    } | metrics | {
         "reward/mean": float(samples.rewards.mean()),
-        "reward/zero_variance_groups": groups.num_zero_variance / groups.num_groups,
+        "reward/zero_variance_groups": raw.num_zero_variance / raw.num_groups,
         "rollout/tokens_mean": _mean(lengths),
         "rollout/truncated": _mean([c.truncated for c in samples.completions]),
+        "rollout/rounds": float(samples.rounds),
+        "rollout/batch_filled": trained / (config.rollout.prompts * config.rollout.samples),
+        "rollout/overlong_filtered": (trained - len(chosen)) / max(trained, 1),
     }
+
+
+def _penalties(
+    config: RunConfig, samples: Samples, kl: Callable[[TrainingBatch], Tensor] | None
+) -> tuple[Tensor, dict[str, float]]:
+    """What goes off each reward, (len(completions),), and its metrics."""
+    objective, total, metrics = config.objective, torch.zeros_like(samples.rewards), {}
+    if objective.overlong_buffer:
+        lengths = torch.tensor([len(c.token_ids) for c in samples.completions])
+        limits = {"max_length": config.rollout.max_tokens, "buffer": objective.overlong_buffer}
+        overlong = -objective.overlong_coef * soft_overlong_penalty(lengths, **limits)
+        total, metrics["reward/overlong_penalty"] = total + overlong, float(overlong.mean())
+    if kl is not None:
+        spent = kl(_batch(samples, list(range(len(samples.completions))), torch.zeros_like(total)))
+        total, metrics["reward/kl"] = total + objective.kl_coef * spent, float(spent.mean())
+    return total, metrics
+
+
+def _batch(samples: Samples, chosen: list[int], advantages: Tensor) -> TrainingBatch:
+    picked = [samples.completions[i] for i in chosen]
+    return TrainingBatch.build(
+        [samples.prompt_ids[c.prompt_index] for c in picked],
+        [c.token_ids for c in picked],
+        [c.rollout_logprobs for c in picked],
+        advantages[chosen],
+        _routes(picked),
+    )
 
 
 def _routes(completions: list[Completion]) -> list[Tensor] | None:

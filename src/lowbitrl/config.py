@@ -56,6 +56,9 @@ class RolloutConfig(_Section):
 
     Attributes:
         prompts / samples: prompts a step, completions of each (the papers' N).
+        resample: most further rounds of `prompts` prompts that a step may sample until that many
+            groups have rewards that differ (DAPO's dynamic sampling); what is over is not trained
+            on. Needs objective.drop_uninformative. 0 trains on what one round gives.
         max_tokens / temperature: see `Sampling`.
         scheduler / max_batch / record_routing: of the embedded engine. "auto" records by "batch".
         keep_decoded_experts: hold a mixture's experts in the compute dtype beside their bytes, in
@@ -65,6 +68,7 @@ class RolloutConfig(_Section):
 
     prompts: int = Field(default=16, ge=1)
     samples: int = Field(default=16, ge=1)
+    resample: int = Field(default=0, ge=0, le=1000)
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
     scheduler: Literal["auto", "batch", "graph", "continuous"] = "auto"
@@ -136,13 +140,24 @@ class RunConfig(_Section):
         if self.trainer.mini_batch and size % self.trainer.mini_batch:
             raise ValueError(
                 f"trainer.mini_batch={self.trainer.mini_batch} does not divide the batch of {size} responses "
-                f"(rollout.prompts * rollout.samples); the last optimizer step of a batch would be smaller"
+                f"(rollout.prompts * rollout.samples); the last optimizer step of a batch would be smaller: set it "
+                f"to {_nearest_divisor(size, self.trainer.mini_batch)}, or to 0 for one step a batch"
             )
         if self.evaluation.every and self.task.held_out < max(self.evaluation.count, 1):
             raise ValueError(
                 f"evaluation.every={self.evaluation.every} evaluates "
                 f"{self.evaluation.count or 'all'} held-out prompts, "
                 f"task.held_out={self.task.held_out} keeps fewer; raise task.held_out, or set evaluation.every=0"
+            )
+        if self.rollout.resample and not self.objective.drop_uninformative:
+            raise ValueError(
+                f"rollout.resample={self.rollout.resample} fills up what objective.drop_uninformative leaves out, "
+                "which is off; set objective.drop_uninformative=true, or rollout.resample=0"
+            )
+        if self.objective.overlong_buffer > self.rollout.max_tokens:
+            raise ValueError(
+                f"objective.overlong_buffer={self.objective.overlong_buffer} is more than "
+                f"rollout.max_tokens={self.rollout.max_tokens}: every response would be punished; lower it"
             )
         if self.rollout.samples == 1:
             raise ValueError("rollout.samples=1 makes every group's advantage 0; give at least 2")
@@ -161,6 +176,10 @@ class RunConfig(_Section):
                 "residual would not be reproducible; use scheduler='batch' or recipe.residual_scope='token'"
             )
         return self
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

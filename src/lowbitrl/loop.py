@@ -58,9 +58,11 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
 def _step(config: RunConfig, parts: Parts, run: RunFolder, step: int) -> Metrics:
     """One turn: sample, reward, update, publish, watch."""
     clock = _Clock()
-    samples = collect.sample(config, parts.engine, parts.task, parts.tokenizer, step)
+    in_reward = config.objective.kl_coef > 0 and config.objective.kl_in == "reward"
+    samples = collect.sample(config, parts.engine, parts.task, parts.tokenizer, step, parts.drawn)
+    parts.drawn = samples.consumed
     clock.lap("gen")
-    batch, metrics = collect.to_batch(config, samples)
+    batch, metrics = collect.to_batch(config, samples, parts.trainer.reference_kl if in_reward else None)
     if len(batch):
         metrics |= parts.trainer.update(batch, step)
     clock.lap("update")

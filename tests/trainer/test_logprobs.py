@@ -52,6 +52,34 @@ def test_entropy_of_a_known_distribution():
     torch.testing.assert_close(logprobs, -torch.full((3,), 4.0).log())
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_entropies_carry_the_full_matrix_s_gradient_where_asked(chunk):
+    states = torch.randn(7, 8, requires_grad=True)
+    head = torch.nn.Linear(8, 11)
+    targets, weight = torch.arange(7), torch.randn(2, 7)
+    logprobs, entropy = chunked_logprobs(states, head, targets, 0.7, chunk, entropy_gradient=True)
+    got = torch.autograd.grad(
+        (weight[0] * logprobs + weight[1] * entropy).sum(), [states, *head.parameters()]
+    )
+    full = (head(states) / 0.7).log_softmax(-1)
+    exact = -(full.exp() * full).sum(-1)
+    chosen = full.gather(-1, targets[:, None]).squeeze(-1)
+    want = torch.autograd.grad((weight[0] * chosen + weight[1] * exact).sum(), [states, *head.parameters()])
+    torch.testing.assert_close(entropy, exact)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert not chunked_logprobs(states, head, targets, 0.7, chunk)[1].requires_grad
+
+
+def test_entropy_gradients_keep_no_vocabulary_matrix():
+    """Between forward and backward nothing of (tokens x vocabulary) size is alive."""
+    states, head = torch.randn(64, 8, requires_grad=True), torch.nn.Linear(8, 4096)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        chunked_logprobs(states, head, torch.zeros(64, dtype=torch.long), 1.0, 16, entropy_gradient=True)
+    assert max(kept, default=0) <= head.weight.numel() < 64 * 4096
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_layout_points_at_the_states_that_predict(layout):
     batch = arrange(PROMPTS, RESPONSES, layout, torch.device("cpu"))

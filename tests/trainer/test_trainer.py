@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lowbitrl.objectives import entropy_of
 from lowbitrl.quant import Recipe, prepare
 from lowbitrl.trainer import (
     NonFiniteError,
@@ -139,7 +140,7 @@ def test_batches_that_cannot_train_are_refused():
     with pytest.raises(ValueError, match="response 1 has 0 tokens"):
         TrainingBatch.build([[1], [2]], [[3], []], [[-1.0], []], torch.zeros(2))
     with pytest.raises(ValueError, match="entropy_coef"):
-        ObjectiveConfig(entropy_coef=0.1)
+        ObjectiveConfig(entropy_coef=-0.1)
     with pytest.raises(ValueError, match="eps_hihg"):
         ObjectiveConfig(name="tbpo", parameters={"eps_hihg": 0.1})
 
@@ -230,3 +231,59 @@ def test_batches_that_fit_nothing_are_refused(prompts, responses, advantages, me
 def test_optimizer_settings_outside_their_range_are_refused(options):
     with pytest.raises(ValueError, match=r"finite|less than"):
         OptimizerConfig(**options)
+
+
+def test_an_entropy_bonus_moves_the_policy_as_autograd_says():
+    """Advantages of 0 leave the bonus alone: its step is that of the full matrix's mean entropy."""
+    trainer = make_trainer(
+        ObjectiveConfig(name="grpo", aggregate="token-mean", entropy_coef=0.5), micro_batch_tokens=13
+    )
+    plain = make_trainer()
+    batch = batch_of()
+    batch.advantages.zero_()
+    gradients = {}
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda norm: (  # type: ignore[method-assign]
+        gradients.update({n: p.grad.clone() for n, p in trainer.model.named_parameters()}),
+        step(norm),
+    )
+    metrics = trainer.update(batch, 0)
+    entropies = []
+    for prompt, response in zip(batch.prompts, batch.responses, strict=True):
+        logits = plain.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
+        entropies.append(entropy_of(logits[len(prompt) - 1 : -1]))
+    mean = torch.cat(entropies).mean()
+    (-0.5 * mean).backward()
+    assert metrics["actor/entropy"] == pytest.approx(float(mean), rel=1e-4)
+    assert metrics["actor/loss"] == pytest.approx(-0.5 * float(mean), rel=1e-4)
+    for name, parameter in plain.model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_the_constant_of_an_average_is_a_setting():
+    options = {"name": "dr_grpo", "aggregate": "seq-mean-token-sum-norm"}
+    losses = {
+        n: make_trainer(ObjectiveConfig(**options, max_tokens=n)).update(batch_of(), 0)["actor/loss"]
+        for n in (5, 10)
+    }
+    assert losses[5] == pytest.approx(2 * losses[10], rel=1e-5)
+    assert losses[5] != 0
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_kl_of_a_reward_is_that_to_the_start_policy(kind):
+    trainer = make_trainer(ObjectiveConfig(name="grpo", kl_coef=0.1, kl_in="reward", kl_kind=kind))
+    batch = batch_of()
+    start = trainer.score(batch)
+    assert not trainer.reference_kl(batch).any()
+    metrics = trainer.update(batch, 0)
+    assert "actor/kl_loss" not in metrics
+    d = trainer.score(batch) - start
+    by_kind = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() + d - 1}
+    torch.testing.assert_close(trainer.reference_kl(batch), by_kind[kind].sum(-1))
+    assert trainer.reference_kl(batch).abs().max() > 0
+
+
+def test_a_kl_without_a_reference_is_refused():
+    with pytest.raises(ValueError, match="kl_coef=0 keeps no reference"):
+        make_trainer().reference_kl(batch_of())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+
+from lowbitrl.imports import import_from_here
 
 Reward = Callable[[str, dict[str, Any]], float]
 LARGEST = float(np.finfo(np.float32).max)
@@ -23,17 +22,7 @@ def import_reward(spec: str) -> Reward:
     module_name, _, function_name = spec.partition(":")
     if not module_name or not function_name.isidentifier():
         raise ValueError(f"reward {spec!r}: write it as 'package.module:function'")
-    # Last, so that a file in the working folder never hides an installed package.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    # A script without a main guard may end the process: sys.exit is no Exception.
-    except (Exception, SystemExit) as error:
-        raise ImportError(
-            f"reward {spec!r}: importing {module_name!r} failed with {type(error).__name__}: {error}; "
-            f"install it or run from the folder that holds it (now {Path.cwd()})"
-        ) from error
+    module = import_from_here(module_name, f"reward {spec!r}")
     function = getattr(module, function_name, None)
     if not callable(function):
         named = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))

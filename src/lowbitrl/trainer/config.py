@@ -7,25 +7,41 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lowbitrl.imports import import_from_here
 from lowbitrl.objectives import get_objective, policy_loss
 from lowbitrl.trainer.batch import Layout
 
 
 class ObjectiveConfig(BaseModel):
-    """Which surrogate, which correction, which average; see docs/objectives.md.
+    """Which surrogate, which correction, which average, which penalties; see docs/objectives.md.
 
     Attributes:
         name: of `lowbitrl.objectives`; `parameters` are its own (tbpo: eps_high, delta_low, ...).
-        correction, level, cap, floor: mismatch correction; unset means the correction's default.
+        module: Python module that is imported first and registers an objective of your own
+            ("package.module", installed or in the working folder).
+        correction, level, cap, floor, count_rejected: mismatch correction; unset means the
+            correction's default.
         aggregate: how the loss is averaged; unset means the objective's own.
-        kl_coef: weight of the KL to the frozen initial policy; 0 keeps no reference model.
+        max_tokens: the constant that aggregate "seq-mean-token-sum-norm" divides by; of no other.
+        kl_coef: weight of the KL to the policy that the run started from, which is kept frozen beside
+            the learner: one more copy of its weights in the compute dtype. 0 keeps none.
+        kl_kind: estimator of that KL, see `kl_estimate`. Unset: "k3" in the loss, "k1" in the reward.
+        kl_in: add the KL to the "loss", token by token, or take a response's sum off its "reward",
+            before the group's baseline (one more pass of the learner over the batch).
+        entropy_coef: weight of the entropy bonus in the loss, nats; 0 gives entropies no gradient.
         advantage_scale / advantage_baseline: see `group_advantages`.
-        drop_uninformative: leave out groups whose rewards are all equal (DAPO's filter).
+        drop_uninformative: leave out groups whose rewards, before penalties, are all equal (DAPO's
+            filter; `rollout.resample` fills the batch up again).
+        overlong_filter: responses cut off at `rollout.max_tokens` do not train (DAPO); they still
+            count in their group's baseline.
+        overlong_buffer: tokens below `rollout.max_tokens` over which the reward falls by up to
+            `overlong_coef` (DAPO eq. 13); 0 turns the penalty off.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = "tbpo"
+    module: str | None = None
     parameters: dict[str, Any] = {}
     correction: str = "none"
     level: str | None = None
@@ -33,23 +49,37 @@ class ObjectiveConfig(BaseModel):
     floor: float | None = Field(default=None, ge=0)
     count_rejected: bool | None = None
     aggregate: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
     kl_coef: float = Field(default=0.0, ge=0)
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coef: float = 0.0
+    kl_kind: Literal["k1", "k2", "k3"] | None = None
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = Field(default=0.0, ge=0)
     advantage_scale: Literal["std", "none"] = "std"
     advantage_baseline: Literal["mean", "leave-one-out"] = "mean"
     drop_uninformative: bool = False
+    overlong_filter: bool = False
+    overlong_buffer: int = Field(default=0, ge=0)
+    overlong_coef: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
     def _known(self) -> ObjectiveConfig:
+        if self.module is not None:
+            self._import(self.module)
         get_objective(self.name).split(self.parameters)
-        if self.entropy_coef:
-            raise ValueError(
-                f"entropy_coef={self.entropy_coef}: the learner's entropies carry no gradient (they are "
-                "reduced chunk by chunk), so an entropy bonus would do nothing; set entropy_coef=0"
-            )
         self._try()
         return self
+
+    def _import(self, module: str) -> None:
+        try:
+            import_from_here(module, "module")
+        # pydantic reports a ValueError by the setting's name, and lets others through as tracebacks.
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def kl_estimator(self) -> str:
+        """`kl_kind` with its default filled in."""
+        return self.kl_kind or ("k1" if self.kl_in == "reward" else "k3")
 
     def _try(self) -> None:
         """Refuse what the objective itself would refuse, on one token, before a batch has been sampled."""
@@ -78,7 +108,7 @@ class ObjectiveConfig(BaseModel):
 
     def correction_options(self) -> dict[str, Any]:
         """Keyword arguments that `policy_loss` and `batch_denominator` share."""
-        names = ("correction", "level", "cap", "floor", "count_rejected", "aggregate")
+        names = ("correction", "level", "cap", "floor", "count_rejected", "aggregate", "max_tokens")
         return {name: getattr(self, name) for name in names}
 
 

@@ -30,6 +30,7 @@ def response_logprobs(
     layout: Layout = "padded",
     chunk: int = 1024,
     routes: RoutePass | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Score responses under the learner.
 
@@ -37,11 +38,12 @@ def response_logprobs(
         prompts / responses: b sequences of token ids; every prompt has at least one token.
         temperature: divides the logits in fp32, as the engine did when it sampled.
         chunk: hidden states scored at once; peak extra memory is about 3 * chunk * vocabulary
-            fp32 numbers.
+            fp32 numbers, 5 with `entropy_gradient`.
         routes: experts to replay, and where to put those that the learner chose.
+        entropy_gradient: let the entropies carry a gradient; off, they are detached.
 
     Returns:
-        log-probabilities and entropies (detached), each (b, T) fp32 with zeros after a
+        log-probabilities and entropies, each (b, T) fp32 with zeros after a
         response's end; T is the longest response.
 
     Raises:
@@ -62,13 +64,20 @@ def response_logprobs(
     states = hidden.flatten(0, 1)[batch.predicts]
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
-    logprobs, entropies = chunked_logprobs(states, head, batch.targets, temperature or 1.0, chunk)
+    logprobs, entropies = chunked_logprobs(
+        states, head, batch.targets, temperature or 1.0, chunk, entropy_gradient
+    )
     counts = [len(r) for r in responses]
     return _pad(logprobs, counts), _pad(entropies, counts)
 
 
 def chunked_logprobs(
-    states: Tensor, head: nn.Module, targets: Tensor, temperature: float, chunk: int
+    states: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(states) / temperature) at `targets`, and the entropies.
 
@@ -76,23 +85,26 @@ def chunked_logprobs(
         states: (N, H); targets: (N,).
 
     Returns:
-        (N,) fp32 log-probabilities and (N,) fp32 entropies without gradient.
+        (N,) fp32 log-probabilities and (N,) fp32 entropies, these with a gradient only if asked for.
     """
     parts = [
-        checkpoint(_score, s, head, t, temperature, use_reentrant=False)
+        checkpoint(_score, s, head, t, temperature, entropy_gradient, use_reentrant=False)
         for s, t in zip(states.split(chunk), targets.split(chunk), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _score(states: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _score(
+    states: Tensor, head: nn.Module, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     logits = head(states).float() / temperature
     total = logits.logsumexp(-1)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - total
-    with torch.no_grad():
-        expected = ((logits - total[:, None]).exp() * logits).sum(-1)
-    return chosen, (total - expected).detach()
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        # H = log sum exp(z) - E[z]
+        entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+    return chosen, entropy
 
 
 def check_head(model: PreTrainedModel) -> None:

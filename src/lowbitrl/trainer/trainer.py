@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lowbitrl.objectives import (
     batch_denominator,
     error_token_metrics,
+    kl_estimate,
     mismatch_metrics,
     policy_loss,
 )
@@ -79,6 +80,18 @@ class Trainer:
         """
         return self._score(batch, self._routes if model is None else _own_choice, model)[0]
 
+    def reference_kl(self, batch: TrainingBatch) -> Tensor:
+        """KL of each response to the frozen start policy by the objective's estimator, summed over its
+        tokens, (B,) fp32 nats: what `kl_in="reward"` charges.
+
+        Raises:
+            ValueError: the objective has no KL, so no reference is kept.
+        """
+        if self.reference is None:
+            raise ValueError("kl_coef=0 keeps no reference policy; set objective.kl_coef")
+        ours, theirs = self.score(batch), self.score(batch, self.reference)
+        return kl_estimate(ours, theirs, batch.mask, kind=self.objective.kl_estimator).sum(-1)
+
     def _score(
         self, batch: TrainingBatch, passes: RoutesOf, model: PreTrainedModel | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -126,7 +139,8 @@ class Trainer:
             old, batch = self._first_score(batch)
         elif self.config.routing_replay == "R2":
             batch = dataclasses.replace(batch, routes=None)
-        reference = self.score(batch, self.reference) if self.reference is not None else None
+        in_loss = self.reference is not None and self.objective.kl_in == "loss"
+        reference = self.score(batch, self.reference) if in_loss else None
         total: list[tuple[int, Metrics]] = []
         seen = torch.zeros_like(batch.rollout_logprobs)
         for rows in self._mini_batches(len(batch), step):
@@ -196,6 +210,7 @@ class Trainer:
             layout=self.config.layout,
             chunk=self.config.logprob_chunk,
             routes=routes,
+            entropy_gradient=self.objective.entropy_coef > 0,
         )
 
     def _loss(
@@ -219,8 +234,9 @@ class Trainer:
             denominator=denominator.to(device),
             ref_logprobs=None if reference is None else clip(reference),
             entropy=entropy,
-            kl_coef=self.objective.kl_coef,
-            kl_kind=self.objective.kl_kind,
+            kl_coef=0.0 if reference is None else self.objective.kl_coef,
+            kl_kind=self.objective.kl_estimator,
+            entropy_coef=self.objective.entropy_coef,
             **self.objective.correction_options(),
             **self.objective.parameters,
         )
