@@ -3,14 +3,20 @@
     upcycle    every MLP of the dense model copied to --experts experts, --top-k of them taken
     fine-tune  --tune-steps of next-token prediction on several reasoning-gym tasks at once (prompt and
                answer), so that experts and router stop being copies; how far they came is in the output
-    measure    a plain NVFP4 W4A4 engine samples; every rollout precision (columns) and learner alignment
-               (rows) scores those tokens; residual at the paper's site (W13) and at every site, channels
-               per batch (QUADS) and per token; learner with eager attention, rollout with SDPA
+    measure    a plain NVFP4 W4A4 engine samples answers to further prompts of those tasks; every rollout
+               precision (columns) and learner alignment (rows) scores those tokens; residual at the
+               paper's site (W13) and at every site, channels per batch (QUADS) and per token; learner
+               with eager attention, rollout with SDPA
     blocks     L2 distance of every MoE block's input and output between the sides (QUADS figures 7, 4b)
     routing    mismatch split in a routing and an arithmetic term, router agreement by layer
 
-    python benchmarks/mismatch_moe.py --out results/mismatch-moe-smollm2 --prompts 64 --samples 8 \\
-        --max-tokens 64 --tune-steps 300
+The seed is that of experts' noise, routers, fine-tuning prompts and sampling. Seeds run apart, one folder
+each, and `mismatch_moe_report.py` puts them together:
+
+    for seed in 0 1 2; do
+        python benchmarks/mismatch_moe.py --seed $seed --out runs/moe/$seed
+    done
+    python benchmarks/mismatch_moe_report.py runs/moe/0 runs/moe/1 runs/moe/2 --out results/mismatch-moe-smollm2
 """
 
 from __future__ import annotations
@@ -23,10 +29,6 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
@@ -41,10 +43,11 @@ from lowbitrl.rollout import Sampling
 from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.rollout.embedded.batch import pad_left
 from lowbitrl.runs import environment
-from lowbitrl.tasks import TaskConfig, completion_text, encode_prompt, make_task
+from lowbitrl.tasks import Prompt, TaskConfig, completion_text, encode_prompt, make_task
 from lowbitrl.trainer.batch import arrange
 from lowbitrl.upcycle import upcycle
 
+TUNED = 4  # prompts of every task in a batch of the fine-tune
 FRACTIONS = (0.125, 0.25, 0.5, 0.75, 1.0)
 EVERYWHERE = ("w13", "w2", "attention", "other")
 TASKS = (
@@ -55,8 +58,8 @@ TASKS = (
     "word_sorting",
     "base_conversion",
 )
-SAMPLED = TaskConfig(name="chain_sum", options={"min_terms": 2, "max_terms": 3}, scorer="last-number")
 PLAIN = {"bf16": "bf16", "w4a16": "nvfp4-w4a16", "w16a4": "nvfp4-w16a4", "w4a4": "nvfp4"}
+ROUTED = ("w4a16", "w4a4", "w13 0.5 per batch", "every site 0.5 per batch", "every site 1 per batch")
 LEARNERS = {a: Recipe(rollout="nvfp4", learner=a) for a in ("bf16", "weights", "full")}
 
 
@@ -76,6 +79,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.device = arguments, pick_device(arguments.device)
+        self.tasks = [make_task(TaskConfig(name=name, held_out=0, seed=arguments.seed)) for name in TASKS]
         self.dense, self.tokenizer = load_model(arguments.model, "float32")
         self.base = upcycle(self.dense, arguments.experts, arguments.top_k, arguments.noise, arguments.seed)
 
@@ -89,7 +93,7 @@ class Bench:
     def tune(self) -> list[float]:
         """Fine-tune in fp32, then cast to BF16; returns the loss of every step."""
         model = self.base.to(self.device).train()
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation(self.arguments.tune_experts)
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.arguments.tune_lr, betas=(0.9, 0.95))
         losses = []
         for prompts, answers in itertools.islice(self._texts(), self.arguments.tune_steps):
@@ -112,23 +116,31 @@ class Bench:
 
     def _texts(self):
         """Batches of (prompt ids, answer ids), tasks in turn within a batch."""
-        tasks = [make_task(TaskConfig(name=name, held_out=0)) for name in TASKS]
         for step in itertools.count():
-            drawn = [task.prompts("train", step * 4, 4) for task in tasks]
-            prompts = [p for group in drawn for p in group]
+            prompts = self.prompts(step * TUNED, TUNED)
             ends = [self.tokenizer.eos_token_id]
             yield (
                 [encode_prompt(self.tokenizer, p, self.arguments.tune_tokens) for p in prompts],
                 [self.tokenizer.encode(f"{p.answer}", add_special_tokens=False) + ends for p in prompts],
             )
 
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        """Prompts `start` to `start + count` of every task."""
+        return [prompt for task in self.tasks for prompt in task.prompts("train", start, count)]
+
     def draw(self, recipe: Recipe) -> tuple[list, list]:
-        """Prompts and completions of an engine, with routes."""
-        engine = EmbeddedEngine(self.side(recipe, "rollout"), record_routing=True)
-        task = make_task(SAMPLED)
-        prompts = [task.encode(self.tokenizer, p) for p in task.prompts("train", 0, self.arguments.prompts)]
-        sampling = Sampling(max_tokens=self.arguments.max_tokens)
-        return prompts, engine.generate(prompts, self.arguments.samples, sampling)
+        """Prompts and completions of an engine, with routes: whole rounds until there are enough tokens."""
+        options = self.arguments
+        engine = EmbeddedEngine(self.side(recipe, "rollout"), max_batch=1024, record_routing=True)
+        prompts, completions, unseen = [], [], options.tune_steps * TUNED
+        while sum(len(c.token_ids) for c in completions) < options.tokens:
+            chosen = self.prompts(unseen, options.prompts)
+            ids = [encode_prompt(self.tokenizer, p, options.tune_tokens) for p in chosen]
+            seeds = [options.seed * 1_000_003 + len(prompts) + i for i in range(len(ids))]
+            fresh = engine.generate(ids, options.samples, Sampling(max_tokens=options.max_tokens), seeds)
+            completions += [replace(c, prompt_index=c.prompt_index + len(prompts)) for c in fresh]
+            prompts, unseen = prompts + ids, unseen + options.prompts
+        return prompts, completions
 
 
 def divergence(model: torch.nn.Module) -> dict[str, float]:
@@ -194,96 +206,64 @@ def blocks(bench: Bench, prompts: list, completions: list) -> dict[str, list[dic
     }
 
 
-def routing(bench: Bench) -> dict[str, dict]:
-    """The two terms of the mismatch for a weight-aligned learner, each rollout sampling for itself."""
+def routing(bench: Bench, prompts: list, completions: list) -> dict[str, dict]:
+    """The two terms of the mismatch for a weight-aligned learner, each rollout sampling for itself.
+
+    Args:
+        prompts / completions: what plain W4A4 drew.
+    """
     terms = {}
-    for name in ("w4a16", "w4a4", "w13 0.5 per batch", "w13 1 per batch", "every site 1 per batch"):
-        prompts, completions = bench.draw(rollouts()[name])
+    for name in ROUTED:
+        drawn = (prompts, completions) if name == "w4a4" else bench.draw(rollouts()[name])
         learner = bench.side(LEARNERS["weights"], "learner")
         tokens = bench.arguments.micro_batch_tokens
-        terms[name] = asdict(routing_term(learner, prompts, completions, micro_batch_tokens=tokens))
+        terms[name] = asdict(routing_term(learner, *drawn, micro_batch_tokens=tokens))
     return terms
 
 
+class Clock:
+    """Seconds of each part, printed as they end."""
+
+    def __init__(self) -> None:
+        self.last, self.seconds = time.perf_counter(), {}
+
+    def __call__(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self.last = round(now - self.last, 1), now
+        print(f"{part}: {self.seconds[part]} s", flush=True)
+
+
 def main() -> None:
-    """Upcycle, tune, measure, write."""
-    arguments = parse()
+    """Upcycle, tune, measure; results.json is written anew after every part."""
+    arguments, clock = parse(), Clock()
     torch.manual_seed(arguments.seed)
-    started = time.perf_counter()
     bench = Bench(arguments)
     before = divergence(bench.base)
+    clock("upcycle")
     losses = bench.tune()
-    tuned = {"loss": losses, "divergence_before": before, "divergence_after": divergence(bench.base)}
-    print(f"tuned: loss {losses[0]:.3f} -> {losses[-1]:.3f}, experts {before['mean']:.4f} -> "
-          f"{tuned['divergence_after']['mean']:.4f} of their mean's norm")  # fmt: skip
+    after = divergence(bench.base)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, experts {before['mean']:.4f} -> {after['mean']:.4f} of their "
+          "mean's norm")  # fmt: skip
+    clock("tune")
     prompts, completions = bench.draw(Recipe(rollout="nvfp4"))
-    results = {
-        "table": mismatches(bench, prompts, completions),
-        "blocks": blocks(bench, prompts, completions),
-        "routing": routing(bench),
-    }
+    clock("sample")
     setup = vars(arguments) | {"out": str(arguments.out), "device": str(bench.device)}
     setup |= {
-        "seconds": round(time.perf_counter() - started, 1),
         "tokens": sum(len(c.token_ids) for c in completions),
+        "responses": len(completions),
+        "sample": completion_text(bench.tokenizer, completions[0].token_ids),
     }
-    setup |= {"sample": completion_text(bench.tokenizer, completions[0].token_ids)}
-    write(arguments.out, results, {"setup": setup, "tuned": tuned, "environment": environment(bench.device)})
-
-
-def write(out: Path, results: dict, facts: dict) -> None:
-    """results.json, tables to read, two pictures."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(json.dumps(facts | results, indent=2) + "\n")
-    text = "\n\n".join([*tables(results["table"]), routing_table(results["routing"])])
-    (out / "tables.md").write_text(text + "\n")
-    print(text)
-    draw_blocks(results["blocks"], out / "blocks.png")
-
-
-def tables(table: dict[str, dict[str, dict]]) -> list[str]:
-    """Mean and largest mismatch: precisions and fractions down, alignments across."""
-    columns = list(table["bf16"])
-    texts = []
-    for figure in ("mean", "max"):
-        lines = [
-            f"{figure} |log p learner - log p rollout|, nats",
-            "",
-            "| rollout | " + " | ".join(table) + " |",
-        ]
-        lines.append("|---|" + "---|" * len(table))
-        for column in columns:
-            cells = [f"{rows[column][figure]:.4f}" if column in rows else "-" for rows in table.values()]
-            lines.append(f"| {column} | " + " | ".join(cells) + " |")
-        texts.append("\n".join(lines))
-    return texts
-
-
-def routing_table(terms: dict[str, dict]) -> str:
-    """Total, arithmetic and routing terms, and the mean router agreement, one rollout a line."""
-    lines = ["learner weights: mean nats", "", "| rollout | total | under its routes | routing | agreement |"]
-    lines.append("|---|---|---|---|---|")
-    for name, term in terms.items():
-        parts = [f"{term[part]['mean']:.4f}" for part in ("total", "arithmetic", "routing")]
-        lines.append(
-            f"| {name} | " + " | ".join([*parts, f"{term['agreement']['routing/agreement']:.4f}"]) + " |"
-        )
-    return "\n".join(lines)
-
-
-def draw_blocks(distances: dict[str, list[dict]], path: Path) -> None:
-    """Input and output L2 by layer, one line a configuration."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
-    for axis, end in zip(axes, ("input", "output"), strict=True):
-        for name, found in distances.items():
-            axis.plot([b["layer"] for b in found], [b[end] for b in found], marker=".", label=name)
-        axis.set_title(f"MoE {end}, mean L2 distance of a token", fontsize=10)
-        axis.set_xlabel("layer")
-        axis.set_yscale("log")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, title="learner / rollout")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    results = {
+        "setup": setup,
+        "tuned": {"loss": losses, "divergence_before": before, "divergence_after": after},
+        "environment": environment(bench.device),
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for part, measure in (("table", mismatches), ("blocks", blocks), ("routing", routing)):
+        results[part] = measure(bench, prompts, completions)
+        clock(part)
+        results["seconds"] = clock.seconds
+        (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -299,13 +279,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tune-steps", type=int, default=300)
     parser.add_argument("--tune-lr", type=float, default=5e-5)
     parser.add_argument("--tune-tokens", type=int, default=512, help="longest prompt of the fine-tune")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument(
+        "--tune-experts", default="grouped_mm", help="experts implementation of the fine-tune"
+    )
+    parser.add_argument("--tokens", type=int, default=8000, help="least tokens to sample")
+    parser.add_argument("--prompts", type=int, default=64, help="of each task in a round of sampling")
+    parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
-    parser.add_argument("--block-rows", type=int, default=32, help="responses of the block distances")
+    parser.add_argument("--micro-batch-tokens", type=int, default=32768)
+    parser.add_argument("--block-rows", type=int, default=64, help="responses of the block distances")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/mismatch-moe-smollm2"))
+    parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
