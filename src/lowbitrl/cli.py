@@ -81,11 +81,12 @@ def quantize(
         _say(line)
 
 
-@app.command()
+@app.command(context_settings=PASS_THROUGH)
 def diagnose(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")] = "demo",
     recipes: Annotated[
-        list[Path] | None, typer.Option(help="TOML recipe; the first is diagnosed; repeatable")
+        list[Path] | None, typer.Option(help="TOML recipes, a.toml b.toml; the first is diagnosed")
     ] = None,
     rollout: Annotated[str, typer.Option(help="rollout precision, where no recipe is given")] = "nvfp4",
     learner: Annotated[str, typer.Option(help="alignment, where no recipe is given")] = "weights",
@@ -105,12 +106,12 @@ def diagnose(
 ) -> None:
     """How far sampler and learner are apart on a model, which part comes from where, and what would help."""
     from lowbitrl.assemble import pick_device
-    from lowbitrl.diagnose.command import Request, run_diagnose
+    from lowbitrl.diagnose.command import Request, recipe_files, run_diagnose
     from lowbitrl.diagnose.run import DiagnoseConfig
     from lowbitrl.quant import Recipe
 
     recipe = Recipe(rollout=rollout, learner=learner, residual=residual)  # type: ignore[arg-type]
-    files = tuple(recipes or ())
+    files = recipe_files(recipes or (), context.args)
     request = Request(
         model=model,
         out=out,

@@ -62,7 +62,7 @@ def test_recipes_are_candidates_and_bring_their_prompts(go, folder):
     task = f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_run:reward"\nheld_out = 4\n'
     (folder / "a.toml").write_text(task + '[recipe]\nrollout = "fp8"\nlearner = "bf16"\n')
     (folder / "b.toml").write_text(task + '[recipe]\nrollout = "int8"\nlearner = "full"\n')
-    recipes = ("--recipes", folder / "a.toml", "--recipes", folder / "b.toml")
+    recipes = ("--recipes", folder / "a.toml", folder / "b.toml")
     code, said = go("diagnose", folder / "model", *recipes, "--out", folder / "out", *SMALL)
     assert code == 0, said
     found = json.loads((folder / "out" / "diagnosis.json").read_text())
@@ -73,7 +73,10 @@ def test_recipes_are_candidates_and_bring_their_prompts(go, folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engine", "vllm"), "engine='vllm' is not available here; choose one of embedded"),
+        (("--engine", "vllm"), "engine='vllm' is not available to diagnose in this version"),
+        (("--recipes", "a.toml", "b.json"), "cannot read 'b.json'; write diagnose MODEL --recipes"),
+        (("extra.toml",), "cannot read 'extra.toml'"),
+        (("--tokns", "3"), "cannot read '--tokns 3'"),
         (("--prompts", "x.txt", "--task", "chain_sum"), "give one"),
         (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--rollout", "nvfp5"), "rollout='nvfp5' is unknown"),
@@ -85,6 +88,37 @@ def test_mistakes_end_in_one_message(go, folder, arguments, message):
     assert code == 2
     assert message in said
     assert not (folder / "out").exists()
+
+
+def test_a_mixture_of_experts_upcycled_with_a_recipe_of_the_users(go, folder):
+    moe = folder / "moe"
+    code, said = go("upcycle", folder / "model", "--experts", 4, "--top-k", 2, "--noise", 0.5, "--out", moe)
+    assert code == 0, said
+    (folder / "mine.toml").write_text(
+        f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_run:reward"\nheld_out = 4\n'
+        '[recipe]\nrollout = "nvfp4"\nresidual = 0.5\nresidual_sites = { w2 = 0.25 }\n'
+    )
+    out = folder / "out"
+    code, said = go("diagnose", moe, "--recipes", folder / "mine.toml", "--out", out, *SMALL)
+    assert code == 0, said
+    assert "no fault found" in said
+    found = json.loads((out / "diagnosis.json").read_text())
+    assert list(found["mismatch"]["own"]["terms"]) == [
+        "routing",
+        "activations",
+        "residual",
+        "engine",
+        "total",
+    ]
+    assert list(found["mismatch"]["naive"]["terms"])[:2] == ["routing", "weights"]
+    assert found["mismatch"]["own"]["terms"]["routing"]["mean_abs"][0] > 0
+    names = [row["name"] for row in found["candidates"]]
+    assert "nvfp4, weights, residual 0.5 per batch, w2 0.25" in names
+    assert "nvfp4, weights, residual 1 at every site" in names
+    shown = (out / "report.html").read_text()
+    assert "routing" in shown
+    assert "weights, at every site" in shown
+    assert found["layers"][-1]["block"].endswith(".mlp")
 
 
 def test_a_text_file_is_a_prompt_a_line_gone_through_again_until_there_are_tokens(go, folder):

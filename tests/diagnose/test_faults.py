@@ -175,6 +175,18 @@ def test_an_fp32_head_on_one_side_only_by_module_and_by_words(recipe):
     assert ("fp32 head", "engine output head runs in fp32") in [(f.fault, f.where) for f in faulty]
 
 
+def test_an_fp32_head_and_a_shifted_position_on_the_learners_side_only():
+    planted = bench(WEIGHTS_ONLY)
+    drawn = planted.sample()
+    with faults.fp32_head(planted.learner.lm_head):
+        in_fp32 = score(planted.learner, drawn.prompts, drawn.completions)
+    faulty = found(planted, drawn, learner_words=in_fp32)
+    assert [(f.fault, f.where) for f in faulty] == [("fp32 head", "learner output head runs in fp32")]
+    shifted = faults._read(planted.learner, drawn, 1.0, shift=1)
+    faulty = found(planted, drawn, learner_words=shifted)
+    assert [f.where for f in faulty] == ["learner response positions are shifted by +1"]
+
+
 def test_log_probabilities_of_the_token_before():
     planted = bench(W4A4)
     drawn = planted.sample()

@@ -10,10 +10,11 @@ from lowbitrl.diagnose import amplification, keep, positions, probes, table
 from lowbitrl.diagnose.lab import Drawn, Lab
 from lowbitrl.diagnose.statistics import Estimate
 from lowbitrl.formats import get_format
-from lowbitrl.quant import Recipe, attachment
+from lowbitrl.quant import Recipe, attachment, resolve
 from lowbitrl.rollout import Completion
 from tests.diagnose.lab_helpers import bench, load
 from tests.diagnose.test_telescoping_chain import load_moe
+from tests.moe_models import tiny_moe
 
 W4A4 = Recipe(rollout="nvfp4", learner="weights")
 REPAIRED = replace(W4A4, residual=0.5)
@@ -27,7 +28,7 @@ def lab():
 def candidate(learner, residual, values):
     recipe = Recipe(rollout="nvfp4", learner=learner, residual=residual)
     diffs = [torch.full((4,), v) for v in values]
-    return table.Candidate(recipe, table.bootstrap([d.abs() for d in diffs]), diffs)
+    return table.Candidate(recipe, table.bootstrap([d.abs() for d in diffs]), diffs, residual)
 
 
 def test_the_floor_is_lower_than_any_quantized_cell_and_the_grid_has_every_pair(lab):
@@ -68,6 +69,57 @@ def test_the_cheaper_of_two_equals_is_recommended_and_the_closer_of_two_unequals
     assert words[2] == "For less work: nvfp4, bf16, 0.4500 nats at 0%."
     with pytest.raises(ValueError, match="no recipes"):
         table.recommend([])
+
+
+def test_extra_work_counts_products_of_the_inputs_that_are_quantized():
+    def model():
+        return nn.ModuleDict(
+            {"q_proj": nn.Linear(64, 32), "down_proj": nn.Linear(32, 64), "lm_head": nn.Linear(64, 512)}
+        )
+
+    def work(**options):
+        return table.extra_work(resolve(Recipe(rollout="nvfp4", keep=("lm_head",), **options), model()))
+
+    assert work() == 0
+    assert work(residual=0.5) == 0.5
+    # 64 x 32 products at either: half of them at a quarter of the channels.
+    assert work(residual=0.0, residual_sites={"w2": 0.25}) == pytest.approx(0.125)
+    assert table.extra_work(resolve(Recipe(), model())) == 0
+    moe = tiny_moe("qwen3_moe")
+    stacks = 2 * 2 * (64 * 64 + 64 * 32)
+    layers = [layer for layer in resolve(W4A4, moe).layers if layer.activation and "self_attn" in layer.name]
+    whole = sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    found = table.extra_work(resolve(replace(W4A4, residual=0.5), moe), 2)
+    assert found == pytest.approx(0.5 * 2 * 2 * 64 * 64 / (whole + stacks))
+
+
+def test_a_mixture_is_offered_the_residual_at_every_site():
+    names = [table.label(r) for r in table.variants(W4A4, moe=True)]
+    assert "nvfp4, weights, residual 0.5 per batch at every site" in names
+    assert "nvfp4, weights, residual 1 at every site" in names
+    assert not any("every site" in table.label(r) for r in table.variants(W4A4))
+    assert len(set(names)) == len(names)
+
+
+def test_recipes_that_differ_have_names_that_differ():
+    recipes = [
+        REPAIRED,
+        replace(REPAIRED, residual_sites={"w2": 0.25}),
+        replace(REPAIRED, keep=("lm_head", "model.layers.0.*")),
+        replace(REPAIRED, residual_scope="token"),
+    ]
+    assert [table.label(r) for r in recipes] == [
+        "nvfp4, weights, residual 0.5 per batch",
+        "nvfp4, weights, residual 0.5 per batch, w2 0.25",
+        "nvfp4, weights, residual 0.5 per batch, keep lm_head, model.layers.0.*",
+        "nvfp4, weights, residual 0.5 per token",
+    ]
+
+
+def test_distances_by_hand():
+    ours, theirs = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    assert probes.token_distance(ours, theirs) == pytest.approx(3.5)
+    assert probes.relative(ours, theirs) == pytest.approx((29 / 5) ** 0.5)
 
 
 def test_precisions_without_fp4_activations_have_no_residual_to_offer():

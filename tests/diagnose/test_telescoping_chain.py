@@ -116,6 +116,22 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     assert 0.88 <= covered / 200 <= 0.99
 
 
+def test_intervals_of_a_paired_gain_and_of_a_share_cover_the_truth_too():
+    torch.manual_seed(1)
+    gains = shares = 0
+    for _ in range(200):
+        lengths = torch.randint(1, 40, (40,)).tolist()
+        before = [1 + torch.rand(n) + torch.rand(1) for n in lengths]
+        # Truth: a gain of 0.25 a token; half of each total from this term, half from another.
+        gain = statistics.paired_gain(before, [b - 0.5 * torch.rand(len(b)) for b in before])
+        gains += gain.low <= 0.25 <= gain.high
+        parts = [(torch.randn(n), torch.randn(n)) for n in lengths]
+        share = statistics.share_of([a for a, _ in parts], [a + b for a, b in parts])
+        shares += share.low <= 0.5 <= share.high
+    assert 0.88 <= gains / 200 <= 0.99
+    assert 0.88 <= shares / 200 <= 0.99
+
+
 def test_a_paired_gain_sees_what_unpaired_intervals_hide():
     torch.manual_seed(0)
     rows = [torch.rand(20) + 3 * torch.rand(1) for _ in range(30)]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from lowbitrl.config import RunConfig, load_config
 from lowbitrl.diagnose.report_diagnosis import lines, write_diagnosis
@@ -59,14 +60,12 @@ def run_diagnose(request: Request, config: DiagnoseConfig, device: torch.device,
         ValueError: an engine that is not there, two sources of prompts, no prompts; what `diagnose` refuses.
         OSError: a model, recipe or file that cannot be read.
     """
-    if request.engine not in ENGINES:
-        raise ValueError(
-            f"engine={request.engine!r} is not available here; choose one of {', '.join(ENGINES)}"
-        )
+    check_engine(request.engine)
     started = time.perf_counter()
+    # A model is loaded for every arithmetic; a bar for each would bury what is said here.
+    logging.disable_progress_bar()
     runs = [load_config(path) for path in request.recipes]
-    model, tokenizer = load_model(request.model, request.dtype, device)
-    del model
+    tokenizer = load_model(request.model, request.dtype, device)[1]
     ids = prompt_ids(request, runs, tokenizer)
 
     def load(attention: str, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -88,6 +87,30 @@ def run_diagnose(request: Request, config: DiagnoseConfig, device: torch.device,
         say(line)
     say(f"{time.perf_counter() - started:.0f} seconds in all; report {report}")
     return report
+
+
+def check_engine(name: str) -> None:
+    """Raise ValueError for an engine that `diagnose` cannot sample with."""
+    if name not in ENGINES:
+        raise ValueError(
+            f"engine={name!r} is not available to diagnose in this version, which samples with "
+            f"{' or '.join(ENGINES)}; leave --engine out. For completions of another engine score them with "
+            "lowbitrl.diagnose.measure(learner, prompts, completions)"
+        )
+
+
+def recipe_files(named: Sequence[Path], rest: Sequence[str]) -> tuple[Path, ...]:
+    """The files of `--recipes a.toml b.toml`: `named` by the option, the others left over on the line.
+
+    Raises:
+        ValueError: something left over that is no recipe file.
+    """
+    odd = [word for word in rest if word.startswith("-") or Path(word).suffix != ".toml"]
+    if odd or (rest and not named):
+        raise ValueError(
+            f"cannot read {' '.join(odd or rest)!r}; write diagnose MODEL --recipes a.toml b.toml"
+        )
+    return (*named, *map(Path, rest))
 
 
 def prompt_ids(

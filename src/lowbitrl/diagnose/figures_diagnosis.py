@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lowbitrl.diagnose.figures import COLORS, save
+from lowbitrl.diagnose.rows import Diagnosis, candidate_line
 
-Diagnosis = Mapping[str, Any]
+FIRST_ERROR = "rollout against bf16, output"
 
 
 def diagnosis_figures(found: Diagnosis, folder: Path) -> dict[str, Path]:
@@ -46,29 +46,17 @@ def terms(mismatch: Diagnosis) -> Figure:
 
 def candidates(rows: Sequence[Diagnosis], floor: Sequence[float]) -> Figure:
     """Mismatch against the residual fraction, a line an alignment, over the floor of two BF16 engines."""
-    figure, axis = plt.subplots(figsize=(10, 4), constrained_layout=True)
-    kinds = dict.fromkeys(
-        (r["rollout"], r["learner"], r["scope"] == "token" and r["learner"] != "full") for r in rows
-    )
-    for color, (rollout, learner, per_token) in zip(COLORS * 9, kinds, strict=False):
-        mine = [r for r in rows if (r["rollout"], r["learner"]) == (rollout, learner)]
-        # With no residual or a whole one there is nothing to scope: both lines share these points.
-        mine = [
-            r for r in mine if r["scope"] in (None, "token" if per_token or learner == "full" else "batch")
-        ]
-        mine.sort(key=lambda r: r["residual"])
+    figure, axis = plt.subplots(figsize=(10, 4.4), constrained_layout=True)
+    own = [r for r in rows if r["own"]]
+    for color, (name, mine) in zip(COLORS * 9, _lines(own).items(), strict=False):
         values = np.array([r["mean"] for r in mine])
         errors = np.abs(values[:, 1:].T - values[:, 0])
-        name = f"{rollout}, {learner}{', channels per token' if per_token else ''}"
-        axis.errorbar(
-            [r["residual"] for r in mine],
-            values[:, 0],
-            errors,
-            color=color,
-            marker="o",
-            capsize=3,
-            label=name,
-        )
+        at = [r["residual"] for r in mine]
+        axis.errorbar(at, values[:, 0], errors, color=color, marker="o", capsize=3, label=name)
+    for color, marker, row in zip(
+        COLORS[::-1], "sD^vPX*" * 9, [r for r in rows if not r["own"]], strict=False
+    ):
+        axis.plot(row["residual"], row["mean"][0], marker, color=color, label=row["name"], markersize=8)
     if floor[0] > 0:
         axis.axhline(floor[0], color=COLORS[5], linestyle="--", label="floor: two BF16 engines")
         axis.set_yscale("log")
@@ -76,6 +64,22 @@ def candidates(rows: Sequence[Diagnosis], floor: Sequence[float]) -> Figure:
     axis.set_ylabel("mean |log p learner - log p rollout|, nats")
     figure.legend(fontsize=8, loc="outside right upper")
     return figure
+
+
+def _lines(rows: Sequence[Diagnosis]) -> dict[str, list[Diagnosis]]:
+    """Candidates by the line they are on, in the order of their fractions.
+
+    With no residual or a whole one there is nothing to scope, so lines of one learner share these points; a
+    line of its own sites shares the one without any.
+    """
+    lines = {}
+    for name, first in {candidate_line(r): r for r in rows}.items():
+        kin = [r for r in rows if r["learner"] == first["learner"]]
+        shared = [r for r in kin if not r["residual"] or (r["residual"] == 1 and not first["everywhere"])]
+        shared = [r for r in shared if not r["everywhere"] and candidate_line(r) != name]
+        mine = [r for r in kin if candidate_line(r) == name]
+        lines[name] = sorted([*mine, *shared], key=lambda r: r["residual"])
+    return lines
 
 
 def amplification(rows: Sequence[Diagnosis]) -> Figure:
@@ -102,7 +106,9 @@ def amplification(rows: Sequence[Diagnosis]) -> Figure:
 def layers(rows: Sequence[Diagnosis]) -> Figure:
     """Relative error of every block's output: the rollout's against BF16, and between the two sides."""
     kinds = dict.fromkeys(row["block"].rpartition(".")[2] for row in rows)
-    figures = [k.removesuffix(", output") for k in rows[0] if k.endswith(", output")]
+    figures = [
+        k.removesuffix(", output") for k in rows[0] if k.endswith("rollout, output") or k == FIRST_ERROR
+    ]
     figure, axes = plt.subplots(
         1, len(kinds), figsize=(6 * len(kinds), 3.8), constrained_layout=True, squeeze=False
     )

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbitrl.diagnose.mismatch import score
-from lowbitrl.quant import Recipe, prepare
+from lowbitrl.quant import Plan, Recipe, prepare, resolve
 from lowbitrl.quant.apply import Side
+from lowbitrl.quant.topology import expert_stacks
 from lowbitrl.rollout import Completion
 
 Load = Callable[[str, torch.dtype | None], PreTrainedModel]
@@ -88,6 +89,7 @@ class Lab:
         self.drawn = drawn
         self.attention: dict[Side, str] = {"learner": learner_attention, "rollout": rollout_attention}
         self._scores: dict[tuple[str, Side, str, bool], Scores] = {}
+        self._shape: PreTrainedModel | None = None
 
     def model(
         self, recipe: Recipe, side: Side, attention: str | None = None, dtype: torch.dtype | None = None
@@ -97,6 +99,27 @@ class Lab:
         prepare(model, recipe, side)
         model.requires_grad_(False)
         return model
+
+    @property
+    def shape(self) -> PreTrainedModel:
+        """The unprepared model without its weights: enough to plan."""
+        if self._shape is None:
+            self._shape = self.load(self.attention["rollout"], None).to("meta")  # type: ignore[arg-type]
+        return self._shape
+
+    def plan(self, recipe: Recipe) -> Plan:
+        """`recipe` resolved on the model."""
+        return resolve(recipe, self.shape)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a token takes; 1 in a dense model."""
+        return getattr(self.shape.config, "num_experts_per_tok", None) or 1
+
+    @property
+    def moe(self) -> bool:
+        """Whether the model has stacks of experts."""
+        return bool(expert_stacks(self.shape))
 
     def scores(
         self, recipe: Recipe, side: Side, attention: str | None = None, replay: bool = False

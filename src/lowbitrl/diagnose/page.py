@@ -24,6 +24,8 @@ th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending]
 small{opacity:.75}
 figure{margin:1rem 0}img{width:100%;min-width:38rem;max-width:66rem;height:auto}
 pre{overflow-x:auto;background:var(--soft);padding:.8rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(13rem,1fr));gap:.8rem;margin:1.2rem 0}
+.tile{background:var(--soft);padding:.7rem 1rem;border-radius:.4rem}.tile b{display:block;font-size:1.7rem;line-height:1.3}
 .call{border-left:4px solid #2f86b7;padding:.2rem 1rem;background:var(--soft)}.bad{border-color:#c2185b}
 """
 SCRIPT = """
@@ -62,6 +64,15 @@ def callout(lines: Sequence[str], bad: bool = False) -> str:
     """Lines that must be seen first."""
     inside = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     return f'<div class="call{" bad" if bad else ""}">{inside}</div>'
+
+
+def tiles(found: Sequence[tuple[str, str, str]]) -> str:
+    """Figures that must be seen first: (what, figure, what it means) each."""
+    inside = "".join(
+        f'<div class="tile">{html.escape(what)}<b>{html.escape(value)}</b><small>{html.escape(words)}</small></div>'
+        for what, value, words in found
+    )
+    return f'<div class="tiles">{inside}</div>'
 
 
 def code(words: str) -> str:

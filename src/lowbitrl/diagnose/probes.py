@@ -1,6 +1,7 @@
 """Where in the model an error is made: per module, per token and channel.
 
     relative error = ||a - b||_2 / ||b||_2 over real tokens, of a module's input and of its output
+    L2             = mean over tokens of ||a_t - b_t||_2, the same two
 
 `layer_errors` lets errors accumulate through the network as they do in a run; `channel_profiles`
 looks at one quantizer at a time: D = Q(X) - X, s_j = ||D[:, j]||_2 (QUADS eq. 20 and 23).
@@ -96,7 +97,7 @@ def blocks(model: PreTrainedModel) -> list[str]:
 
 
 def layer_errors(lab: Lab, recipe: Recipe, alignments: Sequence[Recipe], tokens: int) -> list[dict[str, Any]]:
-    """Per block: norms, error against BF16, and distance between the two sides under each alignment.
+    """Per block: norms, both sides' error against BF16, and their distance from each other under each alignment.
 
     Args:
         recipe: whose rollout is looked at. alignments: recipes whose learner is compared with it.
@@ -114,6 +115,7 @@ def layer_errors(lab: Lab, recipe: Recipe, alignments: Sequence[Recipe], tokens:
         row |= {"input_norm": _rms(exact[name].input), "output_norm": _rms(exact[name].output)}
         row |= _pair("rollout against bf16", rollout[name], exact[name])
         for alignment, found in learners.items():
+            row |= _pair(f"{alignment} learner against bf16", found[name], exact[name])
             row |= _pair(f"{alignment} learner against rollout", found[name], rollout[name])
         rows.append(row)
     return rows
@@ -123,13 +125,19 @@ def _pair(what: str, ours: Trace, theirs: Trace) -> dict[str, float]:
     return {
         f"{what}, input": relative(ours.input, theirs.input),
         f"{what}, output": relative(ours.output, theirs.output),
-        f"{what}, output L2": float((ours.output - theirs.output).norm()),
+        f"{what}, input L2": token_distance(ours.input, theirs.input),
+        f"{what}, output L2": token_distance(ours.output, theirs.output),
     }
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
     """||ours - theirs|| / ||theirs||, 0 for two zero tensors."""
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
+
+
+def token_distance(ours: Tensor, theirs: Tensor) -> float:
+    """Mean over tokens of ||ours_t - theirs_t|| (QUADS figures 4b and 7)."""
+    return float((ours - theirs).norm(dim=-1).mean())
 
 
 def _rms(x: Tensor) -> float:

@@ -9,17 +9,16 @@ from typing import Any
 
 from lowbitrl.diagnose import page
 from lowbitrl.diagnose.figures_diagnosis import diagnosis_figures
-
-Diagnosis = Mapping[str, Any]
-TOTALS = {
-    "mean": "mean |d|, nats",
-    "p99": "99th percentile of |d|",
-    "max": "largest |d|",
-    "k3": "k3 KL(rollout || learner)",
-    "token_mult_prob_error": "mean exp|d| (alarm: 1.05)",
-    "outside": "tokens with ratio outside 1 +- 0.2",
-    "effective_share": "effective sample size, of sequences",
-}
+from lowbitrl.diagnose.rows import (
+    Diagnosis,
+    amplification_rows,
+    candidate_rows,
+    headline,
+    layer_rows,
+    matrix,
+    term_rows,
+    total_rows,
+)
 
 
 def write_diagnosis(found: Diagnosis, folder: Path) -> Path:
@@ -65,6 +64,8 @@ def _parts(found: Diagnosis, figures: Mapping[str, Path]) -> Iterator[str]:
         "Learner alignment x rollout precision x residual",
         page.table(matrix(found)),
         page.figure(figures["candidates"], "mean mismatch of every alignment against the residual fraction"),
+        page.text("What each recipe buys: closest first; extra work is that of the second FP4 pass."),
+        page.table(candidate_rows(found)),
     )
     for name, (title, words) in MORE.items():
         if name in figures:
@@ -100,6 +101,7 @@ MORE = {
 
 
 def _verdict(found: Diagnosis) -> Iterator[str]:
+    yield page.tiles(headline(found))
     faults = [f"{f['fault']}: {f['where']} ({f['evidence']})" for f in found["faults"]]
     if faults:
         yield page.callout(["Faults found; everything below measures a broken pair.", *faults], bad=True)
@@ -110,10 +112,9 @@ def _verdict(found: Diagnosis) -> Iterator[str]:
 
 def _tables(name: str, found: Diagnosis) -> list[str]:
     if name == "amplification":
-        rows = [{k: r[k] for k in ("rollout", "noise", "moved")} for r in found["amplification"]]
-        return [page.table(rows)]
+        return [page.table(amplification_rows(found["amplification"]))]
     if name == "layers":
-        return [page.table(found["layers"])]
+        return [page.table(layer_rows(found["layers"]))]
     if name == "channels":
         return [page.table(found["channels"]["sites"])]
     if name == "keep":
@@ -138,44 +139,6 @@ def _keep_tables(kept: Diagnosis) -> list[str]:
 
 def _keep_toml(kept: Diagnosis) -> str:
     return f"keep = {json.dumps(kept['patterns'])}\n"
-
-
-def total_rows(mismatch: Diagnosis) -> list[dict[str, page.Cell]]:
-    """One row a figure, a column a learner."""
-    columns = {"own": "this recipe", "naive": "BF16 learner"}
-    return [
-        {"figure": words} | {columns[name]: found["total"][key] for name, found in mismatch.items()}
-        for key, words in TOTALS.items()
-    ]
-
-
-def term_rows(mismatch: Diagnosis) -> list[dict[str, page.Cell]]:
-    """One row a term and learner: share of the squared total, mean, mean size."""
-    who = {"own": "this recipe", "naive": "BF16"}
-    return [
-        {
-            "learner": who[name],
-            "term": term,
-            "share of squared total": row["share"],
-            "mean": row["mean"],
-            "mean size": row["mean_abs"],
-        }
-        for name, found in mismatch.items()
-        for term, row in found["terms"].items()
-    ]
-
-
-def matrix(found: Diagnosis) -> list[dict[str, page.Cell]]:
-    """Learners down, rollouts across: plain precisions from the grid, residuals from the candidates."""
-    rows: dict[str, dict[str, page.Cell]] = {}
-    for cell in found["grid"]:
-        rows.setdefault(cell["learner"], {"learner": cell["learner"]})[cell["rollout"]] = cell["mean"]
-    for c in found["candidates"]:
-        scoped = c["scope"] == "token" and c["learner"] != "full"
-        name = f"{c['learner']}, channels per token" if scoped else c["learner"]
-        if c["residual"] and c["rollout"] == found["recipe"]["rollout"]:
-            rows.setdefault(name, {"learner": name})[f"+ {c['residual']:g}"] = c["mean"][0]
-    return list(rows.values())
 
 
 def recipe_toml(recipe: Mapping[str, Any]) -> str:
@@ -213,7 +176,9 @@ def lines(found: Diagnosis) -> Iterator[str]:
         else "  No layer is worth keeping in BF16."
     )
     yield ""
-    yield "seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in found["seconds"].items())
+    yield f"{sum(found['seconds'].values()):.0f} s: " + ", ".join(
+        f"{k} {v:.0f}" for k, v in found["seconds"].items()
+    )
 
 
 def _aligned(rows: Sequence[Mapping[str, page.Cell]]) -> Iterator[str]:

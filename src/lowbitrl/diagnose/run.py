@@ -120,9 +120,8 @@ def diagnose(
         }
     with stages.stage("tables") as tick:
         grid = table.grid(lab, recipe, tick)
-        candidates = table.measure_all(
-            lab, list(dict.fromkeys([*table.variants(recipe), recipe, *others])), tick
-        )
+        own = table.variants(recipe, lab.moe)
+        candidates = table.measure_all(lab, list(dict.fromkeys([*own, recipe, *others])), tick)
     with stages.stage("amplification") as tick:
         noisy = _amplification(lab, recipe, config, tick)
     with stages.stage("layers and channels"):
@@ -145,7 +144,7 @@ def diagnose(
         "mismatch": {name: chain.describe(parts) for name, parts in terms.items()},
         "floor": table.floor(lab),
         "grid": grid,
-        "candidates": [_row(c) for c in candidates],
+        "candidates": [_row(c, own) for c in candidates],
         "recommendation": _recommendation(chosen, candidates, lab, noisy),
         "amplification": noisy,
         "layers": layers,
@@ -207,7 +206,7 @@ def _layers(lab: Lab, recipe: Recipe, config: DiagnoseConfig) -> tuple[list[dict
     return rows, probes.channel_profiles(lab, recipe, config.layer_tokens)
 
 
-def _row(candidate: table.Candidate) -> dict[str, Any]:
+def _row(candidate: table.Candidate, own: Sequence[Recipe]) -> dict[str, Any]:
     recipe = candidate.recipe
     return {
         "name": candidate.name,
@@ -215,7 +214,10 @@ def _row(candidate: table.Candidate) -> dict[str, Any]:
         "learner": recipe.learner,
         "residual": recipe.residual,
         "scope": recipe.scope if 0 < recipe.residual < 1 else None,
-        "extra_work": table.extra_work(recipe),
+        "repair": table.repair(recipe) if recipe.compensates else "",
+        "own": recipe in own,
+        "everywhere": recipe.compensates and table.everywhere(recipe),
+        "extra_work": candidate.work,
         "mean": candidate.mean,
         "p99": bootstrap([d.abs() for d in candidate.diffs], "p99"),
     }

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, get_args
 
 from lowbitrl.diagnose.lab import Lab, Scores, plain, worn
 from lowbitrl.diagnose.mismatch import compare, differences
 from lowbitrl.diagnose.statistics import Estimate, bootstrap, paired_gain
-from lowbitrl.quant import PRECISIONS, Recipe
-from lowbitrl.quant.recipe import FP4_ACTIVATIONS, Precision
+from lowbitrl.quant import PRECISIONS, Plan, Recipe
+from lowbitrl.quant.recipe import FP4_ACTIVATIONS, Precision, Site
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 # Choosing channels token by token sorts every row, which is the slowest thing measured here.
 TOKEN_FRACTIONS = {"weights": (0.5, 0.75), "full": (0.5, 1.0)}
+# A mixture's residual stands at W13 alone unless it is sent elsewhere too.
+EVERYWHERE_FRACTIONS = (0.5, 1.0)
 ALIGNMENTS = ("bf16", "weights", "full")
 
 
@@ -30,11 +33,13 @@ class Candidate:
     Attributes:
         mean: mean |learner - rollout| in nats.
         diffs: per response, for paired comparisons.
+        work: see `extra_work`.
     """
 
     recipe: Recipe
     mean: Estimate
     diffs: Scores
+    work: float
 
     @property
     def name(self) -> str:
@@ -43,12 +48,25 @@ class Candidate:
 
 
 def label(recipe: Recipe) -> str:
-    """A recipe in a few words: "nvfp4, weights, residual 0.5"."""
-    scope = f" per {recipe.scope}" if 0 < recipe.residual < 1 else ""
-    residual = f", residual {recipe.residual:g}{scope}" if recipe.residual else ""
-    for site, fraction in (recipe.residual_sites or {}).items():
-        residual += f", {site} {fraction:g}"
-    return f"{recipe.rollout}, {recipe.learner}{residual}"
+    """A recipe in a few words: "nvfp4, weights, residual 0.5 per batch"."""
+    kept = f", keep {', '.join(recipe.keep[:2])}{' ...' * (len(recipe.keep) > 2)}" if recipe.keep else ""
+    residual = f", {repair(recipe)}" if recipe.compensates else ""
+    return f"{recipe.rollout}, {recipe.learner}{residual}{kept}"
+
+
+def repair(recipe: Recipe) -> str:
+    """The residual of a recipe that has one, in a few words."""
+    sites = recipe.residual_sites or {}
+    fractions = {recipe.residual, *sites.values()}
+    scope = "" if fractions <= {0.0, 1.0} else f" per {recipe.scope}"
+    if everywhere(recipe):
+        return f"residual {recipe.residual:g}{scope} at every site"
+    return ", ".join([f"residual {recipe.residual:g}{scope}", *(f"{s} {f:g}" for s, f in sites.items())])
+
+
+def everywhere(recipe: Recipe) -> bool:
+    """Whether the residual was sent to every site by name."""
+    return recipe.residual_sites == dict.fromkeys(get_args(Site), recipe.residual)
 
 
 def rollout_label(recipe: Recipe) -> str:
@@ -64,15 +82,23 @@ def neighbours(recipe: Recipe) -> list[Recipe]:
     return [Recipe(rollout=name, keep=recipe.keep if name != "bf16" else None) for name in names]
 
 
-def variants(recipe: Recipe) -> list[Recipe]:
-    """The recipes of the same rollout precision: each alignment, with each residual and scope it can have."""
+def variants(recipe: Recipe, moe: bool = False) -> list[Recipe]:
+    """The recipes of the same rollout precision: each alignment, with each residual and scope it can have.
+
+    Args:
+        moe: the model is a mixture of experts, where the residual of every site is tried beside W13's.
+    """
     base = plain(recipe)
-    repairs = base.precision.activation in FP4_ACTIVATIONS
     found = [replace(base, learner=alignment) for alignment in ALIGNMENTS]
-    if repairs:
-        found += [replace(base, learner=a, residual=f) for a in ("bf16", "weights") for f in FRACTIONS]
-        for alignment, fractions in TOKEN_FRACTIONS.items():
-            found += [replace(base, learner=alignment, residual=f, residual_scope="token") for f in fractions]
+    if base.precision.activation not in FP4_ACTIVATIONS:
+        return found
+    found += [replace(base, learner=a, residual=f) for a in ("bf16", "weights") for f in FRACTIONS]
+    for alignment, fractions in TOKEN_FRACTIONS.items():
+        found += [replace(base, learner=alignment, residual=f, residual_scope="token") for f in fractions]
+    for f in EVERYWHERE_FRACTIONS if moe else ():
+        found.append(
+            replace(base, learner="weights", residual=f, residual_sites=dict.fromkeys(get_args(Site), f))
+        )
     return found
 
 
@@ -84,7 +110,8 @@ def measure_all(
     for recipe in recipes:
         tick(label(recipe))
         diffs = differences(lab.scores(recipe, "learner"), lab.scores(recipe, "rollout"))
-        measured.append(Candidate(recipe, bootstrap([d.abs() for d in diffs]), diffs))
+        work = extra_work(lab.plan(recipe), lab.experts_per_token)
+        measured.append(Candidate(recipe, bootstrap([d.abs() for d in diffs]), diffs, work))
     return measured
 
 
@@ -105,9 +132,18 @@ def floor(lab: Lab) -> Estimate:
     return measure_all(lab, [Recipe(learner="bf16")])[0].mean
 
 
-def extra_work(recipe: Recipe) -> float:
-    """Second-pass activation work as a share of the first's: every repaired channel is multiplied twice."""
-    return recipe.residual
+def extra_work(plan: Plan, experts_per_token: int = 1) -> float:
+    """Products of the second pass as a share of the first's: every repaired channel is multiplied twice.
+
+    Over the inputs that the plan quantizes, 0 where there are none; of an expert stack a token uses
+    `experts_per_token`.
+    """
+    layers = [layer for layer in plan.layers if layer.activation]
+    products = [
+        prod(layer.shape[-2:]) * (experts_per_token if len(layer.shape) > 2 else 1) for layer in layers
+    ]
+    second = sum(layer.residual * count for layer, count in zip(layers, products, strict=True))
+    return second / sum(products) if products else 0.0
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
@@ -122,20 +158,20 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
         raise ValueError("no recipes to choose from; give at least one")
     best = min(candidates, key=lambda c: c.mean.value)
     equals = [c for c in candidates if c is best or paired_gain(c.diffs, best.diffs).low <= 0]
-    return min(equals, key=lambda c: (extra_work(c.recipe), c.mean.value))
+    return min(equals, key=lambda c: (c.work, c.mean.value))
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The closest recipe of each price that is closer than all cheaper ones, dearest first."""
     found: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (extra_work(c.recipe), c.mean.value)):
+    for candidate in sorted(candidates, key=lambda c: (c.work, c.mean.value)):
         if not found or candidate.mean.value < found[-1].mean.value:
             found.append(candidate)
     return found[::-1]
 
 
 def _price(candidate: Candidate) -> str:
-    return f"{candidate.name}, {candidate.mean.value:.4f} nats at {100 * extra_work(candidate.recipe):.0f}%"
+    return f"{candidate.name}, {candidate.mean.value:.4f} nats at {100 * candidate.work:.0f}%"
 
 
 def reasons(
@@ -150,10 +186,10 @@ def reasons(
     ratio = chosen.mean.value / lowest.value if lowest.value else float("inf")
     lines = [
         f"{chosen.name}: {chosen.mean.value:.4f} nats on average, {ratio:.1f}x the floor of two BF16 engines "
-        f"({lowest.value:.4f}), at {100 * extra_work(chosen.recipe):.0f}% more activation work."
+        f"({lowest.value:.4f}), at {100 * chosen.work:.0f}% more activation work."
     ]
     lines += [_versus(chosen, c) for c in candidates if _worth_saying(chosen, c)]
-    cheaper = [c for c in frontier(candidates) if extra_work(c.recipe) < extra_work(chosen.recipe)]
+    cheaper = [c for c in frontier(candidates) if c.work < chosen.work]
     if cheaper:
         lines.append("For less work: " + "; ".join(_price(c) for c in cheaper) + ".")
     return lines + _amplified(chosen, noise)
@@ -162,7 +198,8 @@ def reasons(
 def _worth_saying(chosen: Candidate, other: Candidate) -> bool:
     """The naive recipe, and the chosen one under each other alignment."""
     naive = other.recipe.learner == "bf16" and not other.recipe.residual
-    return other is not chosen and (naive or other.recipe.residual == chosen.recipe.residual)
+    same = repair(other.recipe) == repair(chosen.recipe) or other.work == chosen.work
+    return other is not chosen and (naive or same)
 
 
 def _versus(chosen: Candidate, other: Candidate) -> str:
