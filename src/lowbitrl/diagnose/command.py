@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from lowbitrl.config import RunConfig, load_config
+from lowbitrl.diagnose.lab import Load
 from lowbitrl.diagnose.report_diagnosis import lines, write_diagnosis
 from lowbitrl.diagnose.run import DiagnoseConfig, Say, diagnose
 from lowbitrl.models import load_model
@@ -65,12 +67,8 @@ def run_diagnose(request: Request, config: DiagnoseConfig, device: torch.device,
     # A model is loaded for every arithmetic; a bar for each would bury what is said here.
     logging.disable_progress_bar()
     runs = [load_config(path) for path in request.recipes]
-    tokenizer = load_model(request.model, request.dtype, device)[1]
+    load, tokenizer = loader(request, device)
     ids = prompt_ids(request, runs, tokenizer)
-
-    def load(attention: str, dtype: torch.dtype | None) -> PreTrainedModel:
-        return load_model(request.model, dtype or request.dtype, device, attn_implementation=attention)[0]
-
     recipe = runs[0].recipe if runs else request.recipe
     found = diagnose(load, ids, recipe, config, [run.recipe for run in runs[1:]], say)
     found["setup"] = {
@@ -87,6 +85,20 @@ def run_diagnose(request: Request, config: DiagnoseConfig, device: torch.device,
         say(line)
     say(f"{time.perf_counter() - started:.0f} seconds in all; report {report}")
     return report
+
+
+def loader(request: Request, device: torch.device) -> tuple[Load, PreTrainedTokenizerBase]:
+    """What gives fresh models to a `Lab`, and the tokenizer; the compute dtype's is read once and copied."""
+    kept, tokenizer = load_model(request.model, request.dtype)
+
+    def load(attention: str, dtype: torch.dtype | None) -> PreTrainedModel:
+        if dtype not in (None, kept.dtype):
+            return load_model(request.model, dtype, device, attn_implementation=attention)[0]
+        model = copy.deepcopy(kept).to(device)  # type: ignore[arg-type]
+        model.set_attn_implementation(attention)
+        return model
+
+    return load, tokenizer
 
 
 def check_engine(name: str) -> None:
