@@ -4,8 +4,14 @@ import json
 import sys
 
 import pytest
+import torch
 
 from lowbitrl import cli
+from lowbitrl.diagnose import table
+from lowbitrl.diagnose.command import Request, loader, prompt_ids, run_diagnose
+from lowbitrl.diagnose.lab import Lab
+from lowbitrl.diagnose.run import DiagnoseConfig, both_sides, draw
+from lowbitrl.quant import Recipe
 from tests.tiny_run import checkpoint, prompts
 
 
@@ -130,3 +136,29 @@ def test_a_text_file_is_a_prompt_a_line_gone_through_again_until_there_are_token
     (folder / "p.txt").write_text("\n")
     code, said = go("diagnose", folder / "model", "--out", folder / "out", *small)
     assert (code, "holds no prompts" in said) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.demo
+def test_the_recommendation_on_smollm2_wins_on_the_same_tokens_scored_anew(tmp_path):
+    request = Request(model="demo", out=tmp_path, recipe=Recipe(rollout="nvfp4"))
+    config = DiagnoseConfig(tokens=600, max_tokens=64, amplify_tokens=0, layer_tokens=0, keep_tokens=0)
+    run_diagnose(request, config, torch.device("cpu"), lambda line: None)
+    found = json.loads((tmp_path / "diagnosis.json").read_text())
+    chosen = Recipe(**found["recommendation"]["recipe"])
+    load, tokenizer = loader(request, torch.device("cpu"))
+    ids = prompt_ids(request, [], tokenizer)
+    # The same tokens again, from the same seed and engine, then scored by new models.
+    _, engine = both_sides(load, request.recipe, config)
+    lab = Lab(load, draw(engine, ids, config))
+    assert lab.drawn.tokens == found["sampled"]["tokens"]
+    others = [r for r in table.variants(request.recipe) if r != chosen]
+    best, *rest = table.measure_all(lab, [chosen, *others])
+    for other in rest:
+        # No other is closer beyond chance, and none as close is cheaper.
+        gain = table.paired_gain(best.diffs, other.diffs)
+        assert gain.low <= 0, other.name
+        if gain.high >= 0:
+            assert other.work >= best.work or gain.value < 0, other.name
+    naive = next(c for c in rest if c.recipe.learner == "bf16" and not c.recipe.residual)
+    assert best.mean.value < 0.25 * naive.mean.value

@@ -82,6 +82,7 @@ def test_extra_work_counts_products_of_the_inputs_that_are_quantized():
 
     assert work() == 0
     assert work(residual=0.5) == 0.5
+    assert work(residual=0.5, residual_scope="token") == 1
     # 64 x 32 products at either: half of them at a quarter of the channels.
     assert work(residual=0.0, residual_sites={"w2": 0.25}) == pytest.approx(0.125)
     assert table.extra_work(resolve(Recipe(), model())) == 0

@@ -65,6 +65,17 @@ def test_ties_go_to_the_lower_channel():
     assert select_channels(torch.tensor([2.0, 5.0, 2.0, 2.0]), 2).tolist() == [True, True, False, False]
 
 
+@pytest.mark.parametrize("shape", [(16,), (40, 16), (3, 5, 64)])
+def test_selection_is_that_of_a_stable_descending_sort(shape):
+    torch.manual_seed(0)
+    # Few distinct values, so most thresholds are tied.
+    scores = torch.randint(0, 5, shape).float()
+    for count in (1, 3, shape[-1] // 2, shape[-1]):
+        order = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
+        expected = torch.zeros(shape, dtype=torch.bool).scatter_(-1, order, True)
+        assert torch.equal(select_channels(scores, count), expected)
+
+
 @pytest.mark.parametrize(
     ("width", "fraction", "count"), [(576, 0.5, 288), (10, 0.3, 3), (16, 0.01, 1), (16, 1.0, 16)]
 )

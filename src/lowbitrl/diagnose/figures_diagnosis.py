@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lowbitrl.diagnose.figures import COLORS, save
 from lowbitrl.diagnose.rows import Diagnosis, candidate_line
@@ -59,11 +60,19 @@ def candidates(rows: Sequence[Diagnosis], floor: Sequence[float]) -> Figure:
         axis.plot(row["residual"], row["mean"][0], marker, color=color, label=row["name"], markersize=8)
     if floor[0] > 0:
         axis.axhline(floor[0], color=COLORS[5], linestyle="--", label="floor: two BF16 engines")
-        axis.set_yscale("log")
+        _plain_log(axis)
     axis.set_xlabel("residual: share of channels with a second FP4 pass")
     axis.set_ylabel("mean |log p learner - log p rollout|, nats")
     figure.legend(fontsize=8, loc="outside right upper")
     return figure
+
+
+def _plain_log(axis: Axes) -> None:
+    """A logarithmic axis labelled 0.05, 0.1, 0.2, ... rather than by powers."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _lines(rows: Sequence[Diagnosis]) -> dict[str, list[Diagnosis]]:
@@ -159,7 +168,13 @@ def keep(found: Diagnosis) -> Figure:
     for i, row in enumerate(rows):
         value, low, high = row["gain"]
         axis.bar(i, value, color=COLORS[1] if row["layer"] in greedy else COLORS[0])
-        axis.errorbar(i, value, [[max(value - low, 0)], [max(high - value, 0)]], color=COLORS[5], linewidth=1)
+        axis.errorbar(
+            i,
+            value,
+            [[max(value - low, 0)], [max(high - value, 0)]],
+            color=plt.rcParams["text.color"],
+            linewidth=1,
+        )
     axis.axhline(0, color=COLORS[5], linewidth=0.8)
     axis.set_xticks(range(len(rows)), [row["layer"].rpartition(".")[2] for row in rows], fontsize=8)
     axis.set(xlabel="layer kept in BF16, alone", ylabel="nats gained")
@@ -184,6 +199,7 @@ def positions(found: Diagnosis) -> Figure:
     for color, (key, name) in zip(COLORS, kinds, strict=False):
         right.hist([o for o in onsets[key] if o is not None], bins=12, color=color, alpha=0.7, label=name)
     right.set(xlabel="token of the response", ylabel="responses", title="where they start")
+    right.yaxis.set_major_locator(MaxNLocator(integer=True))
     right.legend(fontsize=8)
     return figure
 
@@ -192,5 +208,9 @@ def _bar(axis: Axes, row: int, estimate: Sequence[float], color: str) -> None:
     value, low, high = estimate
     axis.barh(row, value, color=color)
     axis.errorbar(
-        value, row, xerr=[[max(value - low, 0)], [max(high - value, 0)]], color=COLORS[4], capsize=3
+        value,
+        row,
+        xerr=[[max(value - low, 0)], [max(high - value, 0)]],
+        color=plt.rcParams["text.color"],
+        capsize=3,
     )

@@ -22,6 +22,8 @@ from lowbitrl.rollout import Completion
 
 Load = Callable[[str, torch.dtype | None], PreTrainedModel]
 Scores = list[Tensor]
+# On a CPU (True) activations of more tokens fall out of its cache.
+MICRO_BATCH_TOKENS = {True: 1024, False: 16384}
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,15 @@ class Lab:
     def score(self, model: PreTrainedModel, drawn: Drawn | None = None, replay: bool = False) -> Scores:
         """`score` of `model` on the sampled tokens, or on some of them."""
         drawn = drawn or self.drawn
-        return score(model, drawn.prompts, drawn.completions, temperature=drawn.temperature, replay=replay)
+        longest = max(len(drawn.prompts[c.prompt_index]) + len(c.token_ids) for c in drawn.completions)
+        return score(
+            model,
+            drawn.prompts,
+            drawn.completions,
+            temperature=drawn.temperature,
+            micro_batch_tokens=max(longest, MICRO_BATCH_TOKENS[model.device.type == "cpu"]),
+            replay=replay,
+        )
 
 
 def worn(recipe: Recipe, side: Side) -> Recipe:

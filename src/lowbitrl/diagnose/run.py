@@ -193,7 +193,11 @@ def draw(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], config: Diagn
 def _amplification(lab: Lab, recipe: Recipe, config: DiagnoseConfig, tick: Say) -> list[dict[str, Any]]:
     if not config.amplify_tokens:
         return []
-    repaired = [r for r in table.variants(recipe) if r.learner == "weights" and r.residual in (0.5, 1.0)]
+    repaired = [
+        r
+        for r in table.variants(recipe, lab.moe)
+        if r.learner == "weights" and r.residual in (0.5, 1.0) and (r.residual == 1 or r.scope == "batch")
+    ]
     rollouts = [*table.neighbours(recipe), *repaired, recipe]
     return amplification.amplify(lab, rollouts, config.amplify_tokens, seed=config.seed, tick=tick)
 

@@ -133,16 +133,18 @@ def floor(lab: Lab) -> Estimate:
 
 
 def extra_work(plan: Plan, experts_per_token: int = 1) -> float:
-    """Products of the second pass as a share of the first's: every repaired channel is multiplied twice.
+    """Products of the second pass as a share of the first's, on hardware that multiplies FP4.
 
-    Over the inputs that the plan quantizes, 0 where there are none; of an expert stack a token uses
-    `experts_per_token`.
+    Every repaired channel is multiplied twice. Channels that each token chooses for itself leave no column out
+    for all, so their second product is a whole one. Counted over the inputs that the plan quantizes, 0 where
+    there are none; of an expert stack a token uses `experts_per_token`.
     """
     layers = [layer for layer in plan.layers if layer.activation]
     products = [
         prod(layer.shape[-2:]) * (experts_per_token if len(layer.shape) > 2 else 1) for layer in layers
     ]
-    second = sum(layer.residual * count for layer, count in zip(layers, products, strict=True))
+    shares = [1.0 if layer.residual and plan.recipe.scope == "token" else layer.residual for layer in layers]
+    second = sum(share * count for share, count in zip(shares, products, strict=True))
     return second / sum(products) if products else 0.0
 
 
@@ -198,7 +200,7 @@ def reasons(
 def _worth_saying(chosen: Candidate, other: Candidate) -> bool:
     """The naive recipe, and the chosen one under each other alignment."""
     naive = other.recipe.learner == "bf16" and not other.recipe.residual
-    same = repair(other.recipe) == repair(chosen.recipe) or other.work == chosen.work
+    same = repair(other.recipe) == repair(chosen.recipe)
     return other is not chosen and (naive or same)
 
 
