@@ -7,6 +7,11 @@ import os
 
 import pytest
 import torch
+
+# Read when Triton is imported, which transformers does.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import LlamaConfig, LlamaForCausalLM
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

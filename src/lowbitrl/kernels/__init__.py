@@ -5,5 +5,21 @@
 """
 
 from .backend import choose, known_backends, register_backend, why_unavailable
+from .grouped_w4a16 import align_experts, grouped_w4a16_matmul
+from .w4a4 import w4a4_matmul
+from .w4a8 import w4a8_matmul
+from .w4a16 import w4a16_matmul
+from .w8a8 import w8a8_matmul
 
-__all__ = ["choose", "known_backends", "register_backend", "why_unavailable"]
+__all__ = [
+    "align_experts",
+    "choose",
+    "grouped_w4a16_matmul",
+    "known_backends",
+    "register_backend",
+    "w4a4_matmul",
+    "w4a8_matmul",
+    "w4a16_matmul",
+    "w8a8_matmul",
+    "why_unavailable",
+]

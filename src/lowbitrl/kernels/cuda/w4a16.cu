@@ -1,0 +1,376 @@
+// out[m, n] = alpha[m] * sum_k x[m, k] * w[n, k] (+ bias[n]): BF16 activations, 4-bit weights as published.
+//
+// Weights are the rows of the tensor core's m16n8k16 product, tokens its columns: one token wastes nothing of a
+// tile of weights. Each thread of a quad owns 16 bytes (32 columns) of a row per chunk of 128, so the codes go
+// from memory to registers in 16-byte loads, with no trip through shared memory and no repacking; which column
+// sits where in the product is free as long as activations are laid out alike, and they are, once, on the way
+// into shared memory.
+//
+//   codes -> BF16   NVFP4: code bits into a BF16's sign, exponent and mantissa (E2M1 * 2^-126), times
+//                   scale * 2^119: exact. INT4: 128 + (code + 8) as bits, minus 136 (exact), times the BF16 scale
+//                   (rounded once: the value `dequantize(bfloat16)` has).
+//   sums            fp32 in the tensor core over a CTA's share of K; the shares of a cluster are added in rank
+//                   order, in fp32, through distributed shared memory: bits do not depend on timing.
+//   out             bf16(fp32(acc * fp32(global * token_scale)) + bias)
+//
+// A CTA does WARPS * ROWS * 16 weight rows, TILES * 8 tokens and one of `splits` shares of K.
+
+#ifndef LOWBITRL_EMULATE
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <cstdint>
+#define SHARED(type, name) extern __shared__ __align__(16) type name[]
+#endif
+
+namespace {
+
+enum Format { NVFP4 = 0, INT4 = 1 };
+
+constexpr int CHUNK = 128;           // columns a quad takes at a time
+constexpr int SEGMENT = CHUNK / 4;   // columns a thread owns of it
+constexpr int UNIT = 8;              // columns of one 32-bit word of codes
+
+struct Problem {
+    const uint16_t* x;          // (rows, K) bf16
+    const uint8_t* codes;       // ([E,] N, K/2)
+    const uint8_t* scale;       // ([E,] N, K/group): E4M3 or bf16
+    const float* global_scale;  // ([E]) or null
+    const float* token_scale;   // (rows) or null
+    const uint16_t* bias;       // ([E,] N) bf16 or null
+    uint16_t* out;              // (slots, N) bf16
+    const int* slots;           // grouped: (blocks, TILES * 8) output rows, `m` where there is none
+    const int* experts;         // grouped: (blocks,) expert, negative past the last block
+    int m, n, k, group;
+    int x_stride, slots_per_row;
+};
+
+#ifndef LOWBITRL_EMULATE
+__device__ __forceinline__ uint4 load_codes(const uint8_t* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
+
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+}
+
+__device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x3F803F80u), "r"(b));
+    return d;
+}
+
+__device__ __forceinline__ void product(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint16_t round_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
+__device__ __forceinline__ int cluster_rank() { return cooperative_groups::this_cluster().block_rank(); }
+__device__ __forceinline__ void cluster_barrier() { cooperative_groups::this_cluster().sync(); }
+__device__ __forceinline__ const float* peer(float* mine, int rank) {
+    return cooperative_groups::this_cluster().map_shared_rank(mine, rank);
+}
+#endif
+
+__device__ __forceinline__ float from_bf16(uint16_t v) { return __uint_as_float(uint32_t(v) << 16); }
+
+// Scales of the two halves (16 columns each) of a thread's 32 columns, as BF16 pairs of equal values.
+struct Scales {
+    uint32_t low, high;
+};
+
+template <Format F>
+__device__ __forceinline__ Scales decode_scales(uint32_t raw) {
+    if constexpr (F == NVFP4) {
+        // E4M3 bits in a BF16's place are scale * 2^-120, subnormals too; two exact steps reach scale * 2^119.
+        uint32_t both = ((raw & 0x7Fu) << 4) | ((raw & 0x7F00u) << 12);
+        both = multiply(multiply(both, 0x7F007F00u), 0x77807780u);
+        return {permute(both, both, 0x1010), permute(both, both, 0x3232)};
+    } else {
+        return {permute(raw, raw, 0x1010), permute(raw, raw, 0x1010)};
+    }
+}
+
+// Eight codes of a word to four BF16 pairs: columns (0, 4), (1, 5), (2, 6), (3, 7).
+template <Format F>
+__device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (&v)[4]) {
+    if constexpr (F == NVFP4) {
+        // A nibble s e e m at bits 12 and 6 of its half: s is then a BF16's sign, e e m its exponent and mantissa.
+        const uint32_t upper = word >> 8;
+        v[0] = ((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
+        v[1] = ((word & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
+        v[2] = ((upper & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
+        v[3] = ((upper & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[j] = add(((word >> (4 * j)) & 0x000F000Fu) ^ 0x43084308u, 0xC308C308u);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = multiply(v[j], scale);
+}
+
+template <Format F>
+__device__ __forceinline__ uint32_t load_scales(const Problem& p, const uint8_t* scale, int row, int column) {
+    if constexpr (F == NVFP4) {
+        return __ldg(reinterpret_cast<const uint16_t*>(scale + (size_t(row) * p.k + column) / 16));
+    } else {
+        const size_t at = size_t(row) * (p.k / p.group) + column / p.group;
+        return __ldg(reinterpret_cast<const uint16_t*>(scale) + at);
+    }
+}
+
+// What a thread has in flight for one chunk: its columns of two rows of each of its row tiles.
+template <int ROWS>
+struct Stage {
+    uint4 codes[ROWS][2];
+    uint32_t scales[ROWS][2];
+};
+
+template <Format F, int ROWS>
+__device__ __forceinline__ void fetch(Stage<ROWS>& s, const Problem& p, const uint8_t* codes, const uint8_t* scale,
+                                      int first_row, int column, bool live) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + r * 16 + half * 8;
+            s.codes[r][half] = make_uint4(0, 0, 0, 0);
+            s.scales[r][half] = 0;
+            if (live && row < p.n && column < p.k) {
+                s.codes[r][half] = load_codes(codes + (size_t(row) * p.k + column) / 2);
+                s.scales[r][half] = load_scales<F>(p, scale, row, column);
+            }
+        }
+}
+
+template <Format F, int TILES, int ROWS>
+__device__ __forceinline__ void consume(const Stage<ROWS>& s, const uint4* x, float (&acc)[ROWS][TILES][4], int lane) {
+    Scales scales[ROWS][2];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) scales[r][half] = decode_scales<F>(s.scales[r][half]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint4 b[TILES];
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) b[t] = x[(i * TILES + t) * 32 + lane];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            uint32_t v[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4& q = s.codes[r][half];
+                const uint32_t word = i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
+                decode<F>(word, i < 2 ? scales[r][half].low : scales[r][half].high, v[half]);
+            }
+            const uint32_t a[2][4] = {{v[0][0], v[1][0], v[0][1], v[1][1]}, {v[0][2], v[1][2], v[0][3], v[1][3]}};
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+                product(acc[r][t], a[0], b[t].x, b[t].y);
+                product(acc[r][t], a[1], b[t].z, b[t].w);
+            }
+        }
+    }
+}
+
+// Activations of chunks [first, last) into shared memory, in the order `consume` reads: (chunk, word, tile, lane).
+template <int TILES>
+__device__ __forceinline__ void stage_x(const Problem& p, const int* source, uint4* shared, int first, int last) {
+    constexpr int per_chunk = CHUNK / UNIT;
+    const int units = (last - first) * per_chunk;
+    for (int u = threadIdx.x; u < units * TILES * 8; u += blockDim.x) {
+        const int token = u / units, unit = u % units, column = first * CHUNK + unit * UNIT;
+        const int chunk = unit / per_chunk, thread = unit % per_chunk / 4, word = unit % 4;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (source[token] >= 0 && column < p.k)
+            v = __ldg(reinterpret_cast<const uint4*>(p.x + size_t(source[token]) * p.x_stride + column));
+        const uint4 paired = make_uint4(permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
+                                        permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632));
+        shared[((chunk * 4 + word) * TILES + token / 8) * 32 + token % 8 * 4 + thread] = paired;
+    }
+}
+
+template <Format F, int TILES, int ROWS, int WARPS, int STAGES>
+__global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int splits, int phase) {
+    constexpr int TOKENS = TILES * 8, HEIGHT = WARPS * ROWS * 16, PITCH = HEIGHT + 4;
+    SHARED(uint4, base);
+    int *source = reinterpret_cast<int*>(base), *target = source + TOKENS;
+    uint4* memory = base + TOKENS / 2;  // past both lists
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, member = lane % 4;
+    const int rank = splits > 1 ? cluster_rank() : 0;
+    const int expert = p.experts ? p.experts[blockIdx.y] : 0;
+    if (expert < 0) return;  // a whole cluster leaves together: its CTAs share blockIdx.y
+
+    if (threadIdx.x < TOKENS) {
+        const int token = blockIdx.y * TOKENS + threadIdx.x, slot = p.slots ? p.slots[token] : token;
+        target[threadIdx.x] = slot < p.m ? slot : -1;
+        source[threadIdx.x] = slot < p.m ? slot / p.slots_per_row : -1;
+    }
+    const int chunks = (p.k + CHUNK - 1) / CHUNK;
+    const int begin = chunks * rank / splits, end = chunks * (rank + 1) / splits;
+    const int tile_row = blockIdx.x / splits * HEIGHT, first_row = tile_row + warp * ROWS * 16 + quad;
+    const uint8_t* codes = p.codes + size_t(expert) * p.n * (p.k / 2);
+    const uint8_t* scale = p.scale + size_t(expert) * p.n * (F == NVFP4 ? p.k / 16 : p.k / p.group * 2);
+
+    Stage<ROWS> stages[STAGES];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+        fetch<F, ROWS>(stages[s], p, codes, scale, first_row, (begin + s) * CHUNK + member * SEGMENT, begin + s < end);
+    float acc[ROWS][TILES][4] = {};
+    __syncthreads();
+    for (int start = begin; start < end; start += phase) {
+        const int stop = min(start + phase, end);
+        if (start > begin) __syncthreads();
+        stage_x<TILES>(p, source, memory, start, stop);
+        __syncthreads();
+        for (int c = start; c < stop; c += STAGES) {
+#pragma unroll
+            for (int s = 0; s < STAGES; ++s) {
+                if (c + s < stop) consume<F, TILES, ROWS>(stages[s], memory + (c + s - start) * 4 * TILES * 32, acc, lane);
+                const int next = c + s + STAGES;
+                fetch<F, ROWS>(stages[s], p, codes, scale, first_row, next * CHUNK + member * SEGMENT, next < end);
+            }
+        }
+    }
+
+    __syncthreads();
+    float* sums = reinterpret_cast<float*>(memory);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int row = (warp * ROWS + r) * 16 + quad + e / 2 * 8, token = t * 8 + member * 2 + e % 2;
+                sums[token * PITCH + row] = acc[r][t][e];
+            }
+    if (splits > 1) cluster_barrier();
+    else __syncthreads();
+
+    const float weight_scale = (p.global_scale ? p.global_scale[expert] : 1.0f) * (F == NVFP4 ? 128.0f : 1.0f);
+    const uint16_t* bias = p.bias ? p.bias + size_t(expert) * p.n : nullptr;
+    for (int u = threadIdx.x + rank * blockDim.x; u < TOKENS * HEIGHT / 4; u += blockDim.x * splits) {
+        const int token = u / (HEIGHT / 4), row = u % (HEIGHT / 4) * 4;
+        if (target[token] < 0) continue;
+        float4 total = make_float4(0, 0, 0, 0);
+        for (int j = 0; j < splits; ++j) {
+            const float* from = splits > 1 ? peer(sums, j) : sums;
+            const float4 part = *reinterpret_cast<const float4*>(from + token * PITCH + row);
+            total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+        }
+        const float alpha = p.token_scale ? weight_scale * p.token_scale[source[token]] : weight_scale;
+        const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int n = tile_row + row + e;
+            if (n >= p.n) break;
+            const float scaled = values[e] * alpha;
+            p.out[size_t(target[token]) * p.n + n] = round_bf16(bias ? scaled + from_bf16(bias[n]) : scaled);
+        }
+    }
+    if (splits > 1) cluster_barrier();  // until every peer has read this CTA's sums
+}
+
+// Rows sorted by expert into blocks of `block` output rows, one expert a block, padded with `total`.
+__global__ void moe_align_kernel(const int* ids, int total, int experts, int block, int blocks, int* slots,
+                                 int* block_expert) {
+    SHARED(int, counts);
+    int* starts = counts + experts;
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+    for (int i = threadIdx.x; i < blocks * block; i += blockDim.x) slots[i] = total;
+    for (int i = threadIdx.x; i < blocks; i += blockDim.x) block_expert[i] = -1;
+    __syncthreads();
+    for (int i = threadIdx.x; i < total; i += blockDim.x) atomicAdd(&counts[ids[i]], 1);
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        int before = 0;
+        for (int j = 0; j < e; ++j) before += (counts[j] + block - 1) / block;
+        starts[e] = before * block;
+        for (int b = 0; b < (counts[e] + block - 1) / block; ++b) block_expert[before + b] = e;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < total; i += blockDim.x) slots[atomicAdd(&starts[ids[i]], 1)] = i;
+}
+
+}  // namespace
+
+#ifndef LOWBITRL_EMULATE
+namespace {
+
+template <Format F, int TILES, int ROWS, int WARPS, int STAGES>
+int launch(const Problem& p, int token_blocks, int splits, int phase, cudaStream_t stream) {
+    constexpr int HEIGHT = WARPS * ROWS * 16;
+    const int chunks = (p.k + CHUNK - 1) / CHUNK, share = (chunks + splits - 1) / splits;
+    phase = phase < share ? phase : share;
+    const size_t staged = size_t(phase) * CHUNK * TILES * 8 * 2, sums = size_t(TILES) * 8 * (HEIGHT + 4) * 4;
+    const size_t bytes = (staged > sums ? staged : sums) + TILES * 8 * 2 * sizeof(int);
+    auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES>;
+    static bool prepared = false;
+    if (!prepared) {
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 220 * 1024);
+        if (error != cudaSuccess) return error;
+        prepared = true;
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks);
+    config.blockDim = dim3(WARPS * 32);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = splits;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    config.attrs = &cluster;
+    config.numAttrs = splits > 1 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, p, splits, phase);
+}
+
+template <Format F>
+int dispatch(const Problem& p, int tiles, int rows, int warps, int stages, int token_blocks, int splits, int phase,
+             cudaStream_t stream) {
+#define VARIANT(T, R, W, S) \
+    if (tiles == T && rows == R && warps == W && stages == S) return launch<F, T, R, W, S>(p, token_blocks, splits, phase, stream);
+#include "w4a16_variants.h"
+#undef VARIANT
+    return -1;
+}
+
+}  // namespace
+
+// 0, a cudaError_t, or -1 for a variant that was not built.
+extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, const void* scale,
+                              const void* global_scale, const void* token_scale, const void* bias, void* out,
+                              const void* slots, const void* experts, int m, int n, int k, int group, int x_stride,
+                              int slots_per_row, int token_blocks, int tiles, int rows, int warps, int stages,
+                              int splits, int phase, void* stream) {
+    const Problem p = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(codes),
+                       static_cast<const uint8_t*>(scale), static_cast<const float*>(global_scale),
+                       static_cast<const float*>(token_scale), static_cast<const uint16_t*>(bias),
+                       static_cast<uint16_t*>(out), static_cast<const int*>(slots), static_cast<const int*>(experts),
+                       m, n, k, group, x_stride, slots_per_row};
+    auto on = static_cast<cudaStream_t>(stream);
+    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, token_blocks, splits, phase, on)
+                           : dispatch<INT4>(p, tiles, rows, warps, stages, token_blocks, splits, phase, on);
+}
+
+extern "C" int lowbitrl_moe_align(const void* ids, int total, int experts, int block, int blocks, void* slots,
+                                  void* block_expert, void* stream) {
+    moe_align_kernel<<<1, 1024, experts * 2 * sizeof(int), static_cast<cudaStream_t>(stream)>>>(
+        static_cast<const int*>(ids), total, experts, block, blocks, static_cast<int*>(slots),
+        static_cast<int*>(block_expert));
+    return cudaGetLastError();
+}
+#endif

@@ -1,0 +1,13 @@
+// (token tiles, row tiles a warp, warps, chunks in flight) that are built.
+VARIANT(1, 1, 4, 4)
+VARIANT(1, 2, 4, 3)
+VARIANT(1, 1, 8, 4)
+VARIANT(2, 1, 4, 4)
+VARIANT(2, 2, 4, 3)
+VARIANT(2, 1, 8, 4)
+VARIANT(4, 2, 4, 2)
+VARIANT(4, 2, 4, 3)
+VARIANT(8, 2, 4, 2)
+VARIANT(8, 2, 8, 2)
+VARIANT(8, 4, 4, 1)
+VARIANT(8, 4, 4, 2)

@@ -1,0 +1,35 @@
+"""The CUDA kernels compiled for the CPU: their own source, with CUDA's threads, barriers and tensor cores emulated."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lowbitrl.kernels import cuda_library, w4a16_cuda
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory):
+    """The loaded library; skips where there is no C++20 compiler."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the emulated kernels with")
+    target = tmp_path_factory.mktemp("emulated") / "emulated.so"
+    command = [
+        compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}",
+        f"-I{cuda_library.SOURCES}", "-o", str(target), str(HERE / "emulated.cpp"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture
+def emulated(emulated_library, monkeypatch):
+    """The launcher's functions reach the emulated kernels; the machine seems to have two multiprocessors."""
+    monkeypatch.setattr(w4a16_cuda, "library", lambda: emulated_library)
+    monkeypatch.setattr(w4a16_cuda, "stream", lambda: ctypes.c_void_p(None))
+    monkeypatch.setattr(w4a16_cuda, "_processors", lambda index: 2)
