@@ -455,3 +455,24 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         model(IDS, use_cache=False).logits.square().mean().backward()
     for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_the_bytes_are_those_of_the_decoded_stacks(kind):
+    """The path a GPU decodes on, by the reference's definition of its products."""
+    rollout = pair(kind, W4A16)[1]
+    owner = next(m for m in rollout.modules() if "lowbitrl_experts" in m.__dict__)
+    worn = owner.__dict__["lowbitrl_experts"]
+    if not (worn.w13.reads_bytes() and worn.w2.reads_bytes()):
+        assert worn.w13.weights.layout.interleaved
+        return
+    hidden, ids = torch.randn(9, 64).bfloat16(), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    weights = torch.rand(9, 2).bfloat16()
+    with torch.no_grad():
+        got, wanted = (
+            worn.forward_bytes(owner, hidden, ids, weights),
+            worn.forward(owner, hidden, ids, weights, "eager"),
+        )
+    assert got.dtype == wanted.dtype
+    # Apart by the rounding of weights under their global scale, of BF16 products and of BF16 sums.
+    assert (got - wanted).float().norm() < 2**-7 * wanted.float().norm()

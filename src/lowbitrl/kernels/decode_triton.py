@@ -1,6 +1,5 @@
 """Triton body of ``decode``: bytes of NVFP4 and INT4 weights to BF16, one pass over memory."""
 
-# pyright: reportIndexIssue=false, reportMissingImports=false
 from __future__ import annotations
 
 import torch

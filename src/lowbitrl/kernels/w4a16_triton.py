@@ -4,7 +4,6 @@ Even columns are the low nibbles, odd ones the high nibbles: two products, each 
 so no code is ever moved next to its neighbour.
 """
 
-# pyright: reportIndexIssue=false, reportMissingImports=false
 from __future__ import annotations
 
 import torch
@@ -37,7 +36,7 @@ def decode_scale(raw, NVFP4: tl.constexpr):
 @triton.jit
 def product(a, b, acc):
     """acc + a b^T of BF16 tiles, in fp32."""
-    if INTERPRETING:  # noqa: SIM108
+    if INTERPRETING:
         # Triton's interpreter multiplies the bit patterns of BF16.
         acc = tl.dot(widen(a), tl.trans(widen(b)), acc)
     else:

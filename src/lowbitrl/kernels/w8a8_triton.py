@@ -1,6 +1,5 @@
 """Triton body of ``w8a8_matmul``: any shape; INT8 sums in int32, FP8 sums in fp32."""
 
-# pyright: reportIndexIssue=false, reportMissingImports=false
 from __future__ import annotations
 
 import torch

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from lowbitrl.formats import QuantizedTensor, get_format
-from lowbitrl.quant.linear import ActivationSite, straight_through
+from lowbitrl.kernels.grouped_w4a16 import align_experts, grouped_w4a16_matmul
+from lowbitrl.kernels.weights4 import why_not_weight4
+from lowbitrl.quant.linear import ActivationSite, in_place, straight_through
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.residual import compensate
 from lowbitrl.quant.stacks import StackLayout, encode_stack, present, select, to_canonical
@@ -90,7 +92,7 @@ class StackWeights:
 
     def adopt(self, encoded: QuantizedTensor) -> None:
         """Serve these bytes from now on."""
-        self._bytes = encoded
+        self._bytes = in_place(self._bytes, encoded)
         self._decoded = present(encoded.dequantize(self.dtype), self.layout) if self.keep_decoded else None
         # Of size 0 rather than zeros: whoever multiplies by it past this module fails at once.
         self.parameter.data = torch.empty(0, 0, 0, dtype=self.dtype, device=encoded.qdata.device)
@@ -207,6 +209,16 @@ class Projection:
     aligned: bool
     site: ActivationSite | None
 
+    def stored(self) -> QuantizedTensor:
+        """The bytes served, canonical."""
+        return self.weights.encoded()[self.weights.row.name]
+
+    def reads_bytes(self) -> bool:
+        """Whether a kernel can multiply by the bytes as they lie."""
+        held = self.weights
+        as_stored = held.frozen and not held.keep_decoded and not held.layout.interleaved
+        return self.aligned and as_stored and why_not_weight4(self.stored()) is None
+
     def __call__(self, module: nn.Module, rows: Tensor, groups: Groups) -> Tensor:
         """(S, K) -> (S, N), bias included."""
         parameter = self.weights.parameter_of(module)
@@ -226,6 +238,8 @@ class WornExperts:
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, dispatch: str
     ) -> Tensor:
         """(T, H), (T, k), (T, k) -> (T, H)."""
+        if self.multiplies_bytes(hidden):
+            return self.forward_bytes(module, hidden, top_k_index, top_k_weights)
         groups = Groups.of(top_k_index, dispatch)
         token = groups.order // top_k_index.shape[-1]
         x = hidden if self.w13.site is None else self.w13.site(hidden)
@@ -239,6 +253,30 @@ class WornExperts:
         weighted = y * top_k_weights.reshape(-1)[groups.order].unsqueeze(-1)
         in_order = weighted[torch.argsort(groups.order)]
         return in_order.view(*top_k_index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
+
+    def multiplies_bytes(self, hidden: Tensor) -> bool:
+        """Whether 4-bit bytes are read as they are: BF16 tokens on a GPU, on the rollout side."""
+        if not hidden.is_cuda or hidden.dtype != torch.bfloat16 or torch.is_grad_enabled():
+            return False
+        by_expert = self.w2.site is not None and self.w2.site.residual and self.w2.site.scope == "batch"
+        return not by_expert and all(p.reads_bytes() for p in (self.w13, self.w2))
+
+    def forward_bytes(
+        self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """`forward` from the bytes, rows in (token, choice) order, without host synchronization."""
+        x = hidden if self.w13.site is None else self.w13.site(hidden)
+        blocks = align_experts(top_k_index, self.w13.stored())
+        bias13, bias2 = (getattr(module, f"{p.weights.leaf}_bias", None) for p in (self.w13, self.w2))
+        up = grouped_w4a16_matmul(x, self.w13.stored(), blocks, bias=bias13)
+        h = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+        if self.w2.site is not None:
+            h = compensate(h, self.w2.site.format, self.w2.site.residual, "token")
+        y = grouped_w4a16_matmul(h, self.w2.stored(), blocks, bias=bias2)
+        if getattr(module, "has_post_expert_norm", False):
+            y = module.post_expert_norm(y)
+        weighted = y * top_k_weights.reshape(-1, 1)
+        return weighted.view(*top_k_index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
 
 def quantize_rows(site: ActivationSite, h: Tensor, real: Tensor | None, groups: Groups) -> Tensor:

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from lowbitrl.formats import Format, QuantizedTensor, get_format
 from lowbitrl.formats.format import absmax
+from lowbitrl.kernels.w4a16 import w4a16_matmul
+from lowbitrl.kernels.w4a16_choice import prefers_cublas
+from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.recipe import Scope
 from lowbitrl.quant.residual import compensate
@@ -216,11 +219,12 @@ class LearnerLinear(nn.Linear):
 
 
 class RolloutLinear(nn.Linear):
-    """A frozen linear that holds bytes and multiplies by their decoded values.
+    """A frozen linear that holds bytes and multiplies by their values.
 
-    `encoded` is what was published, by reference. `weight` is its decoded value in the compute
-    dtype: the reference backend keeps it because decoding at every token would cost more than
-    the product itself.
+    `encoded` is what was published: by reference on a CPU, in storage of its own on CUDA, where
+    captured graphs hold its address. `weight` is its decoded value in the compute dtype, for
+    products that decoding would cost more than: all of them on a CPU, prefill on CUDA. Decoding
+    a few hundred tokens on CUDA reads 4-bit bytes instead (`kernels.w4a16_matmul`).
     """
 
     plan: LayerPlan
@@ -228,11 +232,34 @@ class RolloutLinear(nn.Linear):
     encoded: QuantizedTensor | None
 
     def adopt(self, encoded: QuantizedTensor) -> None:
-        """Serve these bytes from now on; the decoded weight keeps its address (CUDA graphs hold it)."""
-        self.encoded = encoded
+        """Serve these bytes from now on; bytes and decoded weight keep their addresses on CUDA."""
+        self.encoded = in_place(self.encoded, encoded)
         self.weight.data.copy_(encoded.dequantize(self.weight.dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
         x = self.site(input) if self.site is not None else input
+        if self.encoded is not None and multiplies_bytes(x, self.encoded):
+            return w4a16_matmul(x, self.encoded, bias=self.bias)
         return F.linear(x, self.weight, self.bias)
+
+
+def multiplies_bytes(x: Tensor, encoded: QuantizedTensor) -> bool:
+    """Whether a product of x (..., K) should read 4-bit bytes: few BF16 tokens on a GPU."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or why_not_weight4(encoded):
+        return False
+    return not prefers_cublas(x[..., 0].numel())
+
+
+def in_place(held: QuantizedTensor | None, encoded: QuantizedTensor) -> QuantizedTensor:
+    """The new bytes at the addresses of those held; on a CPU, or where the layout differs, a new holder."""
+    if not encoded.qdata.is_cuda:
+        return encoded
+    new, old = encoded.tensors(), {} if held is None else held.tensors()
+    if {n: (t.shape, t.dtype) for n, t in new.items()} != {n: (t.shape, t.dtype) for n, t in old.items()}:
+        copies = {n: t.clone(memory_format=torch.contiguous_format) for n, t in new.items()}
+        return QuantizedTensor.from_tensors(copies, encoded.shape, encoded.format)
+    for name, tensor in new.items():
+        old[name].copy_(tensor)
+    assert held is not None
+    return held
