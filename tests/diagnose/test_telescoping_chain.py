@@ -132,6 +132,22 @@ def test_intervals_of_a_paired_gain_and_of_a_share_cover_the_truth_too():
     assert 0.88 <= shares / 200 <= 0.99
 
 
+@pytest.mark.slow
+def test_intervals_of_a_99th_percentile_cover_it_a_little_less_often():
+    torch.manual_seed(0)
+
+    def response():
+        return (torch.randn(60) * torch.rand(1)).abs()
+
+    values = torch.cat([response() for _ in range(20_000)])
+    truth = float(values.kthvalue(int(0.99 * len(values))).values)
+    covered = 0
+    for _ in range(150):
+        found = statistics.bootstrap([response() for _ in range(30)], "p99")
+        covered += found.low <= truth <= found.high
+    assert 0.8 <= covered / 150 <= 0.97
+
+
 def test_a_paired_gain_sees_what_unpaired_intervals_hide():
     torch.manual_seed(0)
     rows = [torch.rand(20) + 3 * torch.rand(1) for _ in range(30)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lowbitrl.diagnose.figures import dark
 
+TALL = 20  # rows from which a table scrolls in a window of its own
 Cell = str | float | int | None | Sequence[float]
 STYLE = """
 :root{color-scheme:light dark;--ink:#222;--paper:#fff;--line:#d5d5d5;--soft:#8882}
@@ -16,9 +17,11 @@ STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:76rem;margin:1.5rem auto;padding:0 1rem;color:var(--ink);
 background:var(--paper)}
 h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem}
+.scroll{overflow-x:auto}.tall{max-height:30rem;overflow:auto}.tall th{position:sticky;top:0;background:var(--paper)}
+table{border-collapse:collapse;font-size:.9rem}
 td,th{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}
+td:first-child,th:first-child,td.word{text-align:left}
+.call ul{padding-left:1.2rem}.call li{margin:.3rem 0}
 th button{all:unset;cursor:pointer;font-weight:600}th button:focus-visible{outline:2px solid #2f86b7}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
 small{opacity:.75}
@@ -61,8 +64,10 @@ def text(words: str) -> str:
 
 
 def callout(lines: Sequence[str], bad: bool = False) -> str:
-    """Lines that must be seen first."""
-    inside = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    """What must be seen first: a sentence, and the lines that go with it."""
+    first, *rest = lines
+    points = "".join(f"<li>{html.escape(line)}</li>" for line in rest)
+    inside = f"<p><strong>{html.escape(first)}</strong></p>" + (f"<ul>{points}</ul>" if points else "")
     return f'<div class="call{" bad" if bad else ""}">{inside}</div>'
 
 
@@ -87,14 +92,17 @@ def table(rows: Sequence[Mapping[str, Cell]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     head = "".join(f"<th><button>{html.escape(c)}</button></th>" for c in columns)
     body = "".join(f"<tr>{''.join(_cell(row.get(c)) for c in columns)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    tall = " tall" if len(rows) > TALL else ""
+    return (
+        f'<div class="scroll{tall}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _cell(value: Cell) -> str:
     if value is None:
         return '<td data-value="">-</td>'
     if isinstance(value, str):
-        return f'<td data-value="{html.escape(value)}">{html.escape(value)}</td>'
+        return f'<td class="word" data-value="{html.escape(value)}">{html.escape(value)}</td>'
     if isinstance(value, int | float):
         return f'<td data-value="{value!r}">{value:.4g}</td>'
     middle, low, high = value

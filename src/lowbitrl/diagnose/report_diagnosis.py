@@ -39,8 +39,15 @@ def draw_diagnosis(folder: Path) -> Path:
     (folder / "recommended.toml").write_text(recipe_toml(found["recommendation"]["recipe"]))
     figures = diagnosis_figures(found, folder / "figures")
     file = folder / "report.html"
-    file.write_text(page.page("lowbitrl diagnosis", list(_parts(found, figures))))
+    file.write_text(page.page(_title(found), list(_parts(found, figures))))
     return file
+
+
+def _title(found: Diagnosis) -> str:
+    model = found.get("setup", {}).get("model")
+    own = found["recipe"]
+    residual = f", residual {own['residual']:g}" if own["residual"] else ""
+    return f"lowbitrl diagnosis: {f'{model}, ' if model else ''}{own['rollout']}, {own['learner']}{residual}"
 
 
 def _parts(found: Diagnosis, figures: Mapping[str, Path]) -> Iterator[str]:
@@ -69,7 +76,7 @@ def _parts(found: Diagnosis, figures: Mapping[str, Path]) -> Iterator[str]:
     )
     for name, (title, words) in MORE.items():
         if name in figures:
-            yield page.section(title, *_tables(name, found), page.figure(figures[name], words))
+            yield page.section(title, page.figure(figures[name], words), *_tables(name, found))
     yield page.section(
         "Where time went", page.table([{"stage": k, "seconds": v} for k, v in found["seconds"].items()])
     )

@@ -220,6 +220,6 @@ def _amplified(chosen: Candidate, noise: dict[str, float]) -> list[str]:
     worst = max(noise, key=lambda name: noise[name])
     return [
         f"Noise of 1e-7 on the embeddings alone moves {own} by {noise[own]:.3f} nats, {worst} by {noise[worst]:.3f}: "
-        "any two engines differ by as much, and it flips activation codes. `full` removes that only where both sides "
-        "are equal to the bit; a rollout that amplifies less removes it everywhere."
+        "any two engines differ by as much, and it flips activation codes. A full learner removes that only where "
+        "both sides are equal to the bit; a rollout that amplifies less removes it everywhere."
     ]
