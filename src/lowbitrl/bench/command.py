@@ -13,7 +13,7 @@ from pathlib import Path
 from .record import Bench
 
 SUITES: dict[str, tuple[str, ...]] = {
-    "kernels": (),
+    "kernels": ("lowbitrl.bench.products", "lowbitrl.bench.experts"),
     "rollout": (),
     "step": (),
     "sync": (),

@@ -187,19 +187,28 @@ __device__ __forceinline__ void consume(const Stage<ROWS>& s, const uint4* x, fl
 }
 
 // Activations of chunks [first, last) into shared memory, in the order `consume` reads: (chunk, word, tile, lane).
-template <int TILES>
+// Loads go out in batches: one at a time, each would wait for the cache.
+template <int TILES, int THREADS>
 __device__ __forceinline__ void stage_x(const Problem& p, const int* source, uint4* shared, int first, int last) {
-    constexpr int per_chunk = CHUNK / UNIT;
-    const int units = (last - first) * per_chunk;
-    for (int u = threadIdx.x; u < units * TILES * 8; u += blockDim.x) {
-        const int token = u / units, unit = u % units, column = first * CHUNK + unit * UNIT;
-        const int chunk = unit / per_chunk, thread = unit % per_chunk / 4, word = unit % 4;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (source[token] >= 0 && column < p.k)
-            v = __ldg(reinterpret_cast<const uint4*>(p.x + size_t(source[token]) * p.x_stride + column));
-        const uint4 paired = make_uint4(permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632),
-                                        permute(v.y, v.w, 0x5410), permute(v.y, v.w, 0x7632));
-        shared[((chunk * 4 + word) * TILES + token / 8) * 32 + token % 8 * 4 + thread] = paired;
+    constexpr int batch = 4;
+    const int total = (last - first) * TILES * 128;
+    for (int start = threadIdx.x; start < total; start += batch * THREADS) {
+        uint4 v[batch];
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            const int u = start + i * THREADS, token = u / 32 % TILES * 8 + u % 32 / 4;
+            const int column = (first + u / (TILES * 128)) * CHUNK + u % 4 * SEGMENT + u / (TILES * 32) % 4 * UNIT;
+            v[i] = make_uint4(0, 0, 0, 0);
+            if (u < total && column < p.k && source[token] >= 0)
+                v[i] = __ldg(reinterpret_cast<const uint4*>(p.x + size_t(source[token]) * p.x_stride + column));
+        }
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            const int u = start + i * THREADS;
+            if (u < total)
+                shared[u] = make_uint4(permute(v[i].x, v[i].z, 0x5410), permute(v[i].x, v[i].z, 0x7632),
+                                       permute(v[i].y, v[i].w, 0x5410), permute(v[i].y, v[i].w, 0x7632));
+        }
     }
 }
 
@@ -234,7 +243,7 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
     for (int start = begin; start < end; start += phase) {
         const int stop = min(start + phase, end);
         if (start > begin) __syncthreads();
-        stage_x<TILES>(p, source, memory, start, stop);
+        stage_x<TILES, WARPS * 32>(p, source, memory, start, stop);
         __syncthreads();
         for (int c = start; c < stop; c += STAGES) {
 #pragma unroll

@@ -1,0 +1,125 @@
+"""Dense 4-bit products of one layer, (N, K) = (12288, 4096), beside cuBLAS in BF16, Marlin and humming."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbitrl.formats import QuantizedTensor, get_format
+from lowbitrl.kernels import w4a16_matmul, w8a8_matmul, why_unavailable
+
+from . import peers
+from .record import Bench
+from .timing import cold_sets
+
+N, K = 12288, 4096
+TOKENS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
+FORMATS = ("nvfp4", "int4-g128")
+# (tokens, least speed over cuBLAS in BF16)
+GOALS = ((1, 2.5), (4, 2.5), (16, 2.5), (64, 2.0), (4096, 0.85))
+SLOWER_THAN_BEST_PEER = 1.05
+BF16_BYTES = 2
+
+
+def run(bench: Bench) -> None:
+    """Rows of every product and token count; findings against the goals."""
+    device = bench.device
+    values = torch.randn(N, K, device=device).bfloat16() * 0.02
+    x = {m: torch.randn(m, K, device=device).bfloat16() for m in TOKENS}
+    plain = {m: time_bf16(bench, values, x[m]) for m in TOKENS}
+    for name in FORMATS:
+        ours = time_ours(bench, values, x, name)
+        best = time_peers(bench, values, x, name)
+        for m, least in GOALS:
+            bench.find(
+                f"W4A16 {name} K={K} N={N}, {m} tokens, speed over cuBLAS BF16",
+                plain[m] / ours[m],
+                at_least=least,
+            )
+        for m in best:
+            share = ours[m] / best[m]
+            bench.find(
+                f"W4A16 {name} K={K} N={N}, {m} tokens, time over the best peer's",
+                share,
+                at_most=SLOWER_THAN_BEST_PEER,
+            )
+    for kind in ("fp8", "int8"):
+        time_w8a8(bench, values, x, kind)
+
+
+def time_bf16(bench: Bench, values: Tensor, x: Tensor) -> float:
+    """Microseconds of the plain product."""
+    m, moved = x.shape[0], values.numel() * BF16_BYTES
+    sets = [values.clone() for _ in range(cold_sets(moved))]
+    row = bench.measure(
+        "bf16", shape(m), [lambda w=w: x @ w.T for w in sets], nbytes=moved + io_bytes(m), flops=flops(m), l2="cold",
+        backend="cublas",
+    )  # fmt: skip
+    return row.p50
+
+
+def time_ours(bench: Bench, values: Tensor, x: dict[int, Tensor], name: str) -> dict[int, float]:
+    """Microseconds by token count: ``backend="auto"``."""
+    q = get_format(name).quantize(values)
+    sets = [copy_of(q) for _ in range(cold_sets(q.nbytes))]
+    took = {}
+    for m, rows in x.items():
+        calls = [lambda w=w, rows=rows: w4a16_matmul(rows, w) for w in sets]
+        row = bench.measure(
+            f"w4a16 {name}", shape(m), calls, nbytes=q.nbytes + io_bytes(m), flops=flops(m), l2="cold", backend="auto"
+        )  # fmt: skip
+        took[m] = row.p50
+    return took
+
+
+def time_peers(bench: Bench, values: Tensor, x: dict[int, Tensor], name: str) -> dict[int, float]:
+    """Microseconds of the fastest peer by token count; empty where there is none."""
+    q = get_format(name).quantize(values)
+    makers = {}
+    if peers.why_not_marlin() is None:
+        makers["marlin"] = lambda: peers.marlin(copy_of(q))
+    if peers.why_not_humming() is None:
+        makers["humming"] = lambda: peers.humming(values, name)
+    best: dict[int, float] = {}
+    for backend, make in makers.items():
+        sets = [make() for _ in range(cold_sets(q.nbytes))]
+        for m, rows in x.items():
+            row = bench.measure(
+                f"w4a16 {name}", shape(m), [lambda f=f, rows=rows: f(rows) for f in sets],
+                nbytes=q.nbytes + io_bytes(m), flops=flops(m), l2="cold", backend=backend,
+            )  # fmt: skip
+            best[m] = min(row.p50, best.get(m, row.p50))
+    return best
+
+
+def time_w8a8(bench: Bench, values: Tensor, x: dict[int, Tensor], kind: str) -> None:
+    """Rows of the 8-bit product, activations quantized before."""
+    q = get_format(f"{kind}-channel").quantize(values)
+    sets = [copy_of(q) for _ in range(cold_sets(q.nbytes))]
+    for m, rows in x.items():
+        codes = get_format(f"{kind}-token").quantize(rows)
+        bench.measure(
+            f"w8a8 {kind}", shape(m), [lambda w=w, codes=codes: w8a8_matmul(codes, w) for w in sets],
+            nbytes=q.nbytes + io_bytes(m), l2="cold", backend="auto",
+            note="" if why_unavailable("torch") is None else "no torch product here",
+        )  # fmt: skip
+
+
+def copy_of(q: QuantizedTensor) -> QuantizedTensor:
+    """The same bytes elsewhere."""
+    return QuantizedTensor.from_tensors({n: t.clone() for n, t in q.tensors().items()}, q.shape, q.format)
+
+
+def shape(tokens: int) -> str:
+    """How rows call the product."""
+    return f"{tokens}x{K}x{N}"
+
+
+def io_bytes(tokens: int) -> int:
+    """Activations read and written."""
+    return tokens * (K + N) * BF16_BYTES
+
+
+def flops(tokens: int) -> int:
+    """Operations of the product."""
+    return 2 * tokens * K * N
