@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowbitrl.formats import get_format
-from lowbitrl.quant import LayerPlan, Recipe, attachment, prepare, real_tokens
+from lowbitrl.quant import LayerPlan, Recipe, attachment, linear, prepare, real_tokens
 from lowbitrl.quant.linear import LearnerLinear, RolloutLinear, WeightGroup
 
 PRECISIONS = [
@@ -238,3 +238,29 @@ def test_group_needs_no_prepared_model():
     linear = nn.Linear(32, 8)
     row = LayerPlan("w", (8, 32), weight="nvfp4")
     assert WeightGroup([row], [linear]).encoded()["w"].shape == (8, 32)
+
+
+@pytest.mark.parametrize("rollout", ["fp8", "int8"])
+def test_products_of_eight_bit_codes(rollout, monkeypatch):
+    """The path a GPU takes, by the reference product: the pair stays a pair, gradients are those of the values."""
+    block, x = Block(), torch.randn(3, 5, 64).bfloat16()
+
+    def learned(block):
+        prepare(block, Recipe(rollout=rollout, learner="full"), "learner")
+        inputs = x.clone().requires_grad_()
+        outputs = block(inputs)
+        sum(y.float().square().sum() for y in outputs).backward()
+        return outputs, [inputs.grad, *(p.grad for p in block.parameters())]
+
+    _, wanted = learned(copy.deepcopy(block))
+    monkeypatch.setattr(
+        linear, "multiplies_codes", lambda x, site, bytes_: site is not None and bytes_ is not None
+    )
+    engine = copy.deepcopy(block)
+    prepare(engine, Recipe(rollout=rollout, learner="full"), "rollout")
+    outputs, gradients = learned(block)
+    for ours, theirs in zip(outputs, engine(x), strict=True):
+        assert torch.equal(ours, theirs)
+    for got, value in zip(gradients, wanted, strict=True):
+        assert got.dtype == value.dtype
+        assert (got - value).float().norm() < 0.02 * value.float().norm()

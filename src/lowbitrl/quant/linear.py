@@ -20,13 +20,14 @@ from lowbitrl.formats import Format, QuantizedTensor, get_format
 from lowbitrl.formats.format import absmax
 from lowbitrl.kernels.w4a16 import w4a16_matmul
 from lowbitrl.kernels.w4a16_choice import prefers_cublas
+from lowbitrl.kernels.w8a8 import w8a8_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.recipe import Scope
 from lowbitrl.quant.residual import compensate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class TokenContext:
@@ -115,14 +116,25 @@ class ActivationSite:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., K): quantize-dequantize with a straight-through gradient."""
+        return straight_through(x, self._once(x, self._compensated))
+
+    def codes(self, x: Tensor) -> QuantizedTensor:
+        """The bytes whose values `__call__` gives; only where there is no residual."""
+        assert not self.residual
+        return self._once(x, lambda exact: self.format.quantize(exact, check=False))
+
+    def _compensated(self, x: Tensor) -> Tensor:
+        return compensate(x, self.format, self.residual, self.scope, self._real(x))
+
+    def _once(self, x: Tensor, quantize: Callable[[Tensor], Any]) -> Any:
+        """`quantize(x)`, made for the first member that asks and dropped after the last."""
         memo = self._memo
         if memo is None or not memo.matches(x, self.tokens.real):
             with torch.no_grad():
-                quantized = compensate(x, self.format, self.residual, self.scope, self._real(x))
-            memo = _Memo(weakref.ref(x), _version(x), self.tokens.real, quantized)
+                memo = _Memo(weakref.ref(x), _version(x), self.tokens.real, quantize(x))
         memo.uses += 1
         self._memo = memo if memo.uses < self.members else None
-        return straight_through(x, memo.quantized)
+        return memo.quantized
 
     def _real(self, x: Tensor) -> Tensor | None:
         """The mask of real tokens, checked against x's (..., K); None means all are real."""
@@ -143,7 +155,7 @@ class _Memo:
     source: weakref.ref[Tensor]
     version: int
     real: Tensor | None
-    quantized: Tensor
+    quantized: Any
     uses: int = 0
 
     def matches(self, x: Tensor, real: Tensor | None) -> bool:
@@ -200,6 +212,41 @@ class _AlignedLinear(torch.autograd.Function):
         return grad_x, grad_w, grad_bias, None
 
 
+class _AlignedCodes(torch.autograd.Function):
+    """y = x^ W^^T from the 8-bit codes of both; gradients as `_AlignedLinear`'s, with decoded values, in BF16.
+
+    What is kept for backward are the codes: half of BF16 activations.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        codes: QuantizedTensor,
+        bytes_: QuantizedTensor,
+    ) -> Tensor:
+        ctx.codes, ctx.bytes_ = codes, bytes_
+        return w8a8_matmul(codes, bytes_, bias=bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        grad, needed = grads[0], ctx.needs_input_grad
+        grad_x = grad @ ctx.bytes_.dequantize(grad.dtype) if needed[0] else None
+        x = ctx.codes.dequantize(grad.dtype).flatten(0, -2) if needed[1] else None
+        grad_w = grad.flatten(0, -2).T @ x if x is not None else None
+        grad_bias = grad.flatten(0, -2).sum(0) if needed[2] else None
+        return grad_x, grad_w, grad_bias, None, None
+
+
+def multiplies_codes(x: Tensor, site: ActivationSite | None, bytes_: QuantizedTensor | None) -> bool:
+    """Whether 8-bit codes of both sides are multiplied as they are: BF16 work on a GPU, a scale a row."""
+    if site is None or bytes_ is None or not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    return (site.format.name, bytes_.format) in {("fp8-token", "fp8-channel"), ("int8-token", "int8-channel")}
+
+
 class LearnerLinear(nn.Linear):
     """A trainable linear whose forward uses the published bytes of its weight.
 
@@ -212,10 +259,14 @@ class LearnerLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
+        bytes_ = self.group.encoded()[self.plan.name] if self.group is not None else None
+        if multiplies_codes(input, self.site, bytes_):
+            assert self.site is not None
+            return _AlignedCodes.apply(input, self.weight, self.bias, self.site.codes(input), bytes_)
         x = self.site(input) if self.site is not None else input
-        if self.group is None:
+        if bytes_ is None:
             return F.linear(x, self.weight, self.bias)
-        return _AlignedLinear.apply(x, self.weight, self.bias, self.group.encoded()[self.plan.name])
+        return _AlignedLinear.apply(x, self.weight, self.bias, bytes_)
 
 
 class RolloutLinear(nn.Linear):
@@ -238,6 +289,10 @@ class RolloutLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
+        if multiplies_codes(input, self.site, self.encoded):
+            assert self.site is not None
+            assert self.encoded is not None
+            return w8a8_matmul(self.site.codes(input), self.encoded, bias=self.bias)
         x = self.site(input) if self.site is not None else input
         if self.encoded is not None and multiplies_bytes(x, self.encoded):
             return w4a16_matmul(x, self.encoded, bias=self.bias)
