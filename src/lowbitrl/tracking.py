@@ -99,10 +99,12 @@ def _wandb(config: TrackingConfig, folder: Path, settings: Mapping[str, Any]) ->
         mode=config.mode,
         config=dict(settings),
     )
+    failed = True
     try:
         yield lambda record: run.log(_numbers(record), step=record["step"] + 1)
+        failed = False
     finally:
-        run.finish(quiet=True)
+        run.finish(exit_code=int(failed))
 
 
 def _run_id(folder: Path) -> str:

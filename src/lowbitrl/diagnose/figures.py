@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 Records = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Records]
@@ -30,6 +31,9 @@ PANELS = (
     ("mismatch/abs_mean", "|log p learner - log p rollout|, nats", True),
     ("rollout_corr/k3_kl", "k3 KL(rollout || learner)", True),
     ("actor/pg_clipfrac", "clipped share of tokens", False),
+    ("actor/pg_clipfrac_positive", "clipped share, advantage above 0", False),
+    ("actor/pg_clipfrac_negative", "clipped share, advantage below 0", False),
+    ("rollout_corr/rollout_rs_masked_fraction", "share of tokens a correction rejected", False),
     ("actor/entropy", "entropy, nats", False),
     ("actor/grad_norm", "gradient norm", True),
     ("timing/tokens_per_s", "rollout tokens a second", False),
@@ -98,7 +102,7 @@ def time_figure(runs: Runs, path: Path) -> Path:
     """Median seconds of a step by phase, one bar a run."""
 
     def draw() -> Figure:
-        figure, axis = plt.subplots(figsize=(7, 0.45 * len(runs) + 1.6), constrained_layout=True)
+        figure, axis = plt.subplots(figsize=(12, 0.35 * len(runs) + 1.4), constrained_layout=True)
         for row, records in enumerate(runs.values()):
             left = 0.0
             for color, phase in zip(COLORS, PHASES, strict=False):
@@ -147,6 +151,9 @@ def _panel(axis: Axes, groups: Mapping[str, Sequence[Records]], metric: str, log
     lines = [np.asarray(line.get_ydata()) for line in axis.get_lines()]
     if log and lines and all((line > 0).all() for line in lines):
         axis.set_yscale("log")
+    else:
+        axis.ticklabel_format(useOffset=False, axis="y")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("step")
 
 
