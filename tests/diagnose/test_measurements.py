@@ -62,6 +62,9 @@ def test_the_cheaper_of_two_equals_is_recommended_and_the_closer_of_two_unequals
     )
     assert table.recommend([naive, dear, cheap]) is cheap
     assert table.recommend([naive, dear]) is dear
+    full = candidate("full", 1.0, [0.1, 0.2, 0.1, 0.19])
+    assert table.recommend([naive, dear, full]) is dear
+    assert table.recommend([naive, full]) is full
     words = table.reasons(dear, [naive, dear], Estimate(0.1, 0.1, 0.1), {})
     assert "1.5x the floor" in words[0]
     assert "100% more activation work" in words[0]

@@ -102,6 +102,27 @@ def test_figures_come_from_the_json_alone(found, tmp_path):
     assert Recipe(**recommended) == Recipe(**found["recommendation"]["recipe"])
 
 
+def test_layers_to_keep_come_as_a_recipe(found, tmp_path):
+    step = {"layer": "model.layers.1", "gain": [0.2, 0.1, 0.3], "mean": [0.3, 0.2, 0.4], "bytes": 1000}
+    kept = found["keep"] | {"greedy": [step], "patterns": ["lm_head", "model.layers.1.*"]}
+    shown = write_diagnosis(found | {"keep": kept}, tmp_path).read_text()
+    recipe = Recipe(**tomllib.loads((tmp_path / "keep.toml").read_text())["recipe"])
+    assert list(recipe.keep) == ["lm_head", "model.layers.1.*"]
+    assert (recipe.rollout, recipe.learner) == ("nvfp4", "weights")
+    assert "model.layers.1.*" in shown
+    none = tmp_path / "none"
+    write_diagnosis(found | {"keep": kept | {"greedy": [], "patterns": []}}, none)
+    assert not (none / "keep.toml").exists()
+
+
+def test_the_headline_is_total_floor_recommendation_and_faults(found, tmp_path):
+    shown = write_diagnosis(found, tmp_path).read_text()
+    total, floor = found["mismatch"]["own"]["total"]["mean"][0], found["floor"][0]
+    best = next(c for c in found["candidates"] if c["name"] == found["recommendation"]["name"])
+    values = re.findall(r'<div class="tile">[^<]*<b>([^<]*)</b>', shown)
+    assert values == [f"{total:.3f} nats", f"{floor:.3f} nats", f"{best['mean'][0]:.3f} nats", "0"]
+
+
 def test_the_short_form_says_faults_first_and_the_recommendation_last(found):
     words = list(lines(found))
     assert words[0].startswith("no fault found")

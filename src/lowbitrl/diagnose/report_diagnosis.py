@@ -37,6 +37,8 @@ def draw_diagnosis(folder: Path) -> Path:
     """
     found = json.loads((folder / "diagnosis.json").read_text())
     (folder / "recommended.toml").write_text(recipe_toml(found["recommendation"]["recipe"]))
+    if found["keep"].get("greedy"):
+        (folder / "keep.toml").write_text(recipe_toml(kept_recipe(found)))
     figures = diagnosis_figures(found, folder / "figures")
     file = folder / "report.html"
     file.write_text(page.page(_title(found), list(_parts(found, figures))))
@@ -125,13 +127,14 @@ def _tables(name: str, found: Diagnosis) -> list[str]:
     if name == "channels":
         return [page.table(found["channels"]["sites"])]
     if name == "keep":
-        return _keep_tables(found["keep"])
+        return _keep_tables(found)
     onsets = found["positions"]["onsets"]
     shares = {k: v for k, v in onsets.items() if isinstance(v, float)}
     return [page.table([shares])]
 
 
-def _keep_tables(kept: Diagnosis) -> list[str]:
+def _keep_tables(found: Diagnosis) -> list[str]:
+    kept = found["keep"]
     per_byte = [r | {"nats per MB": 1e6 * r["gain"][0] / r["bytes"]} for r in kept["alone"]]
     parts = [page.table(per_byte)]
     if not kept["greedy"]:
@@ -140,12 +143,13 @@ def _keep_tables(kept: Diagnosis) -> list[str]:
         *parts,
         page.text("Greedily, each on top of those before:"),
         page.table(kept["greedy"]),
-        page.code(_keep_toml(kept)),
+        page.code(recipe_toml(kept_recipe(found))),
     ]
 
 
-def _keep_toml(kept: Diagnosis) -> str:
-    return f"keep = {json.dumps(kept['patterns'])}\n"
+def kept_recipe(found: Diagnosis) -> dict[str, Any]:
+    """The diagnosed recipe with the layers of the greedy search in BF16."""
+    return {k: v for k, v in found["recipe"].items() if v is not None} | {"keep": found["keep"]["patterns"]}
 
 
 def recipe_toml(recipe: Mapping[str, Any]) -> str:

@@ -151,7 +151,9 @@ def extra_work(plan: Plan, experts_per_token: int = 1) -> float:
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
     """The closest pair; among those no further than chance explains, the one with least extra work.
 
-    "Than chance explains": the 95% interval of the paired difference to the closest one includes 0.
+    "Than chance explains": the 95% interval of the paired difference to the closest one includes 0. At equal
+    work a full learner comes last: it quantizes in its own forward pass too, and what it gains by that
+    depends on how far its kernels are the engine's (see `amplification`).
 
     Raises:
         ValueError: no candidates.
@@ -160,7 +162,7 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
         raise ValueError("no recipes to choose from; give at least one")
     best = min(candidates, key=lambda c: c.mean.value)
     equals = [c for c in candidates if c is best or paired_gain(c.diffs, best.diffs).low <= 0]
-    return min(equals, key=lambda c: (c.work, c.mean.value))
+    return min(equals, key=lambda c: (c.work, c.recipe.learner == "full", c.mean.value))
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
