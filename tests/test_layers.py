@@ -28,7 +28,7 @@ LAYERS = [
     ("diagnose",),
     ("assemble", "collect"),
     ("loop",),
-    ("bench", "compare", "demo", "doctor"),
+    ("bench", "compare", "demo", "doctor", "export"),
     ("experiment",),
     ("cli",),
     ("__main__",),

@@ -12,7 +12,17 @@ from rich.console import Console
 # Before torch loads OpenMP: threads that spin while they wait slow a shared machine down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+# Plain help: rich would read "[recipe]" as markup, and leave it out.
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="""Low-bit rollouts for reinforcement learning of language models.
+
+    Exit codes: 0 done; 1 the run went wrong; 2 something to mend in what was asked. Start with `lowbitrl demo`,
+    `lowbitrl plan demo --recipe recipes/quads.toml` or `lowbitrl doctor`.""",
+)
 console = Console(soft_wrap=True)
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 RecipeFile = Annotated[Path, typer.Argument(help="a TOML recipe, as in recipes/*.toml")]
@@ -45,39 +55,73 @@ def evaluate(
     from lowbitrl.config import load_config
 
     result = evaluate_recipe(load_config(recipe, context.args), checkpoint, say=_say)
-    for name, value in result.metrics().items():
-        _say(f"{name:28} {value:.4f}")
+    figures = result.metrics()
+    for name, value in figures.items():
+        if not name.endswith("_error"):
+            error = figures.get(f"{name}_error")
+            _say(
+                f"{name:28} {value:.4f}" + (f" +- {error:.4f} (standard error)" if error is not None else "")
+            )
 
 
-@app.command()
+@app.command(context_settings=PASS_THROUGH)
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")],
     recipe: Annotated[Path, typer.Option(help="a TOML recipe; its [recipe] section is used")],
 ) -> None:
-    """Print every module of a model with its formats on both sides, or why it is left alone."""
+    """Print every module of a model with its formats on both sides, or why it is left alone.
+
+    Takes overrides as train does: --recipe.residual 0.5.
+    """
     from lowbitrl.config import load_config
     from lowbitrl.models import load_skeleton
     from lowbitrl.quant import resolve
 
-    console.print(resolve(load_config(recipe).recipe, load_skeleton(model)).table(), highlight=False)
+    console.print(
+        resolve(load_config(recipe, context.args).recipe, load_skeleton(model)).table(),
+        highlight=False,
+        markup=False,
+    )
 
 
-@app.command()
+@app.command(context_settings=PASS_THROUGH)
 def quantize(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")],
     recipe: Annotated[Path, typer.Option(help="a TOML recipe; only its recipe section is used")],
     out: Annotated[Path, typer.Option(help="folder to write; must not exist, or be empty")],
     layout: Annotated[str, typer.Option(help="or modelopt (NVFP4 only)")] = "compressed-tensors",
     calibration: Annotated[Path | None, typer.Option(help="texts, one a line: static W4A4 scales")] = None,
 ) -> None:
-    """Write a model's weights, encoded by a recipe, as a checkpoint that vLLM and transformers load."""
+    """Write a model's weights, encoded by a recipe, as a checkpoint that vLLM and transformers load.
+
+    Takes overrides as train does: --recipe.rollout fp8. A run's weights: lowbitrl export.
+    """
     from lowbitrl.checkpoints import quantize_checkpoint
     from lowbitrl.config import load_config
 
     texts = calibration.read_text().splitlines() if calibration else ()
     texts = [text for text in texts if text.strip()]
-    written = quantize_checkpoint(model, load_config(recipe).recipe, out, layout, calibration=texts)
+    written = quantize_checkpoint(
+        model, load_config(recipe, context.args).recipe, out, layout, calibration=texts
+    )
     for line in (written.plan.summary(), *written.notes, f"checkpoint {written.folder}"):
+        _say(line)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="a run folder, as train wrote it")],
+    out: Annotated[Path, typer.Option(help="folder to write; must not exist, or be empty")],
+    step: Annotated[str, typer.Option(help="last, best (held-out pass@1), or a number")] = "last",
+    layout: Annotated[str, typer.Option(help="bf16, compressed-tensors or modelopt")] = "bf16",
+    recipe: Annotated[Path | None, typer.Option(help="a TOML recipe in place of the run's own")] = None,
+) -> None:
+    """Write a run's checkpoint as a Hugging Face checkpoint, in BF16 or in the bytes that the run served."""
+    from lowbitrl.export import export_run
+
+    for line in (*export_run(run, out, step, layout, recipe), f"checkpoint {out}"):
         _say(line)
 
 
@@ -104,7 +148,10 @@ def diagnose(
     device: Annotated[str, typer.Option(help="auto takes CUDA where there is one")] = "auto",
     dtype: Annotated[str, typer.Option(help="compute dtype")] = "bfloat16",
 ) -> None:
-    """How far sampler and learner are apart on a model, which part comes from where, and what would help."""
+    """How far sampler and learner are apart on a model, which part comes from where, and what would help.
+
+    Takes whole recipes, without overrides.
+    """
     from lowbitrl.assemble import pick_device
     from lowbitrl.diagnose.command import Request, recipe_files, run_diagnose
     from lowbitrl.diagnose.run import DiagnoseConfig
@@ -240,6 +287,9 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Entry point: errors that a user can mend are one red message, everything else is a traceback."""
+    # "Loading weights" bars of the libraries below would bury what is said here.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app()
     except (ValueError, OSError, ImportError) as error:

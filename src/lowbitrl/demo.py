@@ -27,6 +27,7 @@ def run_demo(out: Path, steps: int, recipes: Path, say: Say) -> Path:
     Returns:
         The report. Raises what `train` raises; run folders of an earlier demo are refused.
     """
+    _check(out, recipes)
     started = time.perf_counter()
     folders = []
     for name in RUNS:
@@ -43,16 +44,32 @@ def run_demo(out: Path, steps: int, recipes: Path, say: Say) -> Path:
     return page
 
 
+def _check(out: Path, recipes: Path) -> None:
+    """Both runs can start, before the first one does."""
+    for name in RUNS:
+        recipe = recipes / f"demo-{name}.toml"
+        if not recipe.is_file():
+            raise FileNotFoundError(
+                f"demo needs {recipe}, which is not here: run it in a clone of the repository, or give the folder "
+                "of its recipes with --recipes"
+            )
+        if (out / name / "config.json").is_file():
+            raise FileExistsError(
+                f"{out / name} already holds a run; name another folder with --out, look at this one with "
+                f"`lowbitrl report {out / RUNS[0]} {out / RUNS[1]}`, or remove {out}"
+            )
+
+
 def _config(recipe: Path, out: Path, steps: int) -> RunConfig:
     return load_config(recipe, ["--out", str(out), *(["--trainer.steps", str(steps)] if steps else [])])
 
 
 def _table(rows: Mapping[str, Mapping[str, float]]) -> Table:
+    # Figures down, runs across: the names are long, and a terminal of 80 columns would cut them as a header.
     table = Table(title="4-bit rollouts, two learners")
-    columns = list(next(iter(rows.values())))
-    table.add_column("run")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name, row in rows.items():
-        table.add_row(name, *(f"{row[column]:.3g}" for column in columns))
+    table.add_column("")
+    for name in rows:
+        table.add_column(name, justify="right")
+    for figure in next(iter(rows.values())):
+        table.add_row(figure, *(f"{row[figure]:.3g}" for row in rows.values()))
     return table

@@ -20,7 +20,7 @@ NATIVE_FP8 = (8, 9)
 
 def diagnose_machine() -> Iterator[str]:
     """One line a fact; "ok" or "no" first, then what and why."""
-    yield f"ok  python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, "
+    yield f"ok  python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores"
     yield f"ok  transformers {metadata.version('transformers')} (supported: 5.5.3 to 5.24)"
     yield from _devices()
     yield from _precisions()

@@ -41,12 +41,22 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
         settings = config.model_dump(mode="json")
         run.listeners += stack.enter_context(trackers(config.tracking, run.path, start, settings))
         if start == 0:
-            run.log({"step": -1} | _evaluation(config, parts, 0))
+            if config.evaluation.every:
+                say("evaluating the start on held-out prompts")
+            before = _evaluation(config, parts, 0)
+            run.log({"step": -1} | before)
+            if before:
+                say(f"start  {_pass_at_1(before)}")
+        began = time.perf_counter()
         for step in range(start, config.trainer.steps):
             with _naming_the_checkpoint(run, step):
                 metrics = _step(config, parts, run, step)
             run.log({"step": step} | metrics)
-            say(_progress(step, config.trainer.steps, metrics))
+            left = (time.perf_counter() - began) / (step + 1 - start) * (config.trainer.steps - step - 1)
+            say(f"{_progress(step, config.trainer.steps, metrics)}{_remaining(left)}")
+            if step == start:
+                laps = ("gen", "update", "publish", "eval")
+                say("first step: " + ", ".join(f"{lap} {metrics[f'timing/{lap}']:.1f}s" for lap in laps))
             if _due(config, step + 1) or interrupted():
                 saved = parts.save(config, run, step + 1)
                 if interrupted():
@@ -103,9 +113,21 @@ def _progress(step: int, steps: int, metrics: Metrics) -> str:
     parts = [f"step {step + 1}/{steps}", f"reward {metrics['reward/mean']:.3f}"]
     if "mismatch/abs_mean" in metrics:
         parts += [f"mismatch {metrics['mismatch/abs_mean']:.4f}", f"grad {metrics['actor/grad_norm']:.2f}"]
-    parts += [f"{key.split('/')[1]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/pass@1")]
+    if "eval/pass@1" in metrics:
+        parts.append(_pass_at_1(metrics))
     seconds = sum(metrics[f"timing/{lap}"] for lap in ("gen", "update", "publish", "eval"))
     return "  ".join([*parts, f"{seconds:.1f}s"])
+
+
+def _pass_at_1(metrics: Metrics) -> str:
+    return f"pass@1 {metrics['eval/pass@1']:.3f} +- {metrics['eval/pass@1_error']:.3f} (standard error)"
+
+
+def _remaining(seconds: float) -> str:
+    """Time left, from the mean of this call's steps; evaluations and saves are in it as they came."""
+    if seconds <= 0:
+        return ""
+    return f"  about {seconds:.0f}s left" if seconds < 120 else f"  about {seconds / 60:.0f} min left"
 
 
 class _Clock:

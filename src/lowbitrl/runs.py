@@ -107,6 +107,14 @@ class RunFolder:
         self.close()
 
 
+def read_json(file: Path) -> Any:
+    """A JSON file of a run folder. Raises ValueError if it is damaged."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); it must be the JSON that the run wrote") from error
+
+
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Every complete line of a run's metrics.jsonl; a line cut off by a crash is left out.
 

@@ -86,6 +86,23 @@ def quantize_checkpoint(
     layout, out = check_layout(layout), _free(Path(out))
     model, tokenizer = load_model(model_name, dtype)
     _check_unquantized(model_name, model)
+    return write_quantized(
+        model, tokenizer, recipe, out, layout, calibration=calibration, shard_size=shard_size
+    )
+
+
+def write_quantized(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    out: Path,
+    layout: str = "compressed-tensors",
+    *,
+    calibration: Sequence[str] = (),
+    shard_size: str | int = SHARD_SIZE,
+) -> WrittenCheckpoint:
+    """`quantize_checkpoint` of a model in memory; its weights are encoded from the dtype that they have."""
+    layout, out = check_layout(layout), _free(out)
     plan = resolve(recipe, model)
     _check_names(plan, layout)
     stored, notes = _stored(plan, layout, bool(calibration))
@@ -98,6 +115,18 @@ def quantize_checkpoint(
         _save_configs(model, tokenizer, stored, layout, partial)
         (partial / RECORD).write_text(json.dumps(record, indent=2))
     return WrittenCheckpoint(out, plan, tuple(notes))
+
+
+def write_dense(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+    """A model in memory as an ordinary checkpoint, in the dtype that it has; whole or absent.
+
+    Raises:
+        FileExistsError: `out` is a file, or holds something.
+    """
+    with _whole_or_absent(_free(out)) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    return out
 
 
 def _stored(plan: Plan, layout: Layout, calibrated: bool) -> tuple[Plan, list[str]]:

@@ -94,6 +94,11 @@ def load_masters(path: Path, model: nn.Module) -> None:
     Raises:
         ValueError: the folder is damaged, or of another model.
     """
+    if not (path / "files.json").is_file():
+        raise FileNotFoundError(
+            f"checkpoint {path}: no checkpoint is there; give a step-* folder with files.json in it, as in "
+            "runs/quads/checkpoints/step-000050"
+        )
     fault = _fault(path)
     if fault is not None:
         raise ValueError(f"checkpoint {path} is damaged ({fault}); give a step-* folder of a run")
