@@ -124,6 +124,10 @@ def test_a_mixture_of_experts_upcycled_with_a_recipe_of_the_users(go, folder):
     shown = (out / "report.html").read_text()
     assert "routing" in shown
     assert "weights, at every site" in shown
+    layers = [f"routing/agreement_layer_{i}" for i in range(2)]
+    assert set(found["routing"]) == {"routing/agreement", *layers}
+    assert all(0 < share <= 1 for share in found["routing"].values())
+    assert layers[1] in shown
     assert found["layers"][-1]["block"].endswith(".mlp")
 
 

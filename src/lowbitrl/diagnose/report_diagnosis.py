@@ -76,6 +76,14 @@ def _parts(found: Diagnosis, figures: Mapping[str, Path]) -> Iterator[str]:
         page.text("What each recipe buys: closest first; extra work is that of the second FP4 pass."),
         page.table(candidate_rows(found)),
     )
+    if found.get("routing"):
+        yield page.section(
+            "Routing",
+            page.text(
+                "Share of the engine's experts that the learner's routers choose too, layers before replayed."
+            ),
+            page.table([{"router": k, "agreement": v} for k, v in found["routing"].items()]),
+        )
     for name, (title, words) in MORE.items():
         if name in figures:
             yield page.section(title, page.figure(figures[name], words), *_tables(name, found))

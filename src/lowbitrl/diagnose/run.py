@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedModel
 
 from lowbitrl.diagnose import amplification, chain, faults, keep, positions, probes, table
+from lowbitrl.diagnose.experts import routing_term
 from lowbitrl.diagnose.lab import Drawn, Lab, Load
 from lowbitrl.diagnose.statistics import bootstrap
 from lowbitrl.quant import Recipe, attachment, prepare
@@ -96,8 +97,8 @@ def diagnose(
         others: more recipes for the recommendation, besides every alignment and residual of `recipe`.
 
     Returns:
-        Plain data: faults, mismatch, terms, grid, candidates, recommendation, amplification, layers,
-        channels, keep, positions, seconds. Intervals are [value, low, high].
+        Plain data: faults, mismatch, terms, grid, candidates, recommendation, amplification, routing,
+        layers, channels, keep, positions, seconds. Intervals are [value, low, high].
 
     Raises:
         ValueError: no prompts; what `Recipe` and plan refuse for this model.
@@ -126,6 +127,7 @@ def diagnose(
         noisy = _amplification(lab, recipe, config, tick)
     with stages.stage("layers and channels"):
         layers, channels = _layers(lab, recipe, config)
+        routing = _agreement(lab, recipe)
     chosen = table.recommend(candidates)
     with stages.stage("layers to keep in BF16") as tick:
         kept = (
@@ -147,6 +149,7 @@ def diagnose(
         "candidates": [_row(c, own) for c in candidates],
         "recommendation": _recommendation(chosen, candidates, lab, noisy),
         "amplification": noisy,
+        "routing": routing,
         "layers": layers,
         "channels": channels,
         "keep": kept,
@@ -200,6 +203,16 @@ def _amplification(lab: Lab, recipe: Recipe, config: DiagnoseConfig, tick: Say) 
     ]
     rollouts = [*table.neighbours(recipe), *repaired, recipe]
     return amplification.amplify(lab, rollouts, config.amplify_tokens, seed=config.seed, tick=tick)
+
+
+def _agreement(lab: Lab, recipe: Recipe) -> dict[str, float]:
+    """Share of the engine's experts that the learner's routers choose too, by routing/* name; {} if dense."""
+    drawn = lab.drawn
+    if not drawn.routed:
+        return {}
+    learner = lab.model(recipe, "learner")
+    found = routing_term(learner, drawn.prompts, drawn.completions, temperature=drawn.temperature)
+    return found.agreement
 
 
 def _layers(lab: Lab, recipe: Recipe, config: DiagnoseConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
