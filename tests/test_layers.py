@@ -28,7 +28,7 @@ LAYERS = [
     ("diagnose",),
     ("assemble", "collect"),
     ("loop",),
-    ("bench", "compare", "demo", "doctor", "export"),
+    ("bench", "compare", "demo", "doctor", "export", "settings"),
     ("experiment",),
     ("cli",),
     ("__main__",),

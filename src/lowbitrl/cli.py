@@ -273,6 +273,23 @@ def bench(
 
 
 @app.command()
+def settings(
+    section: Annotated[str, typer.Argument(help="top, model, task, recipe, ...; all by default")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="as docs/settings.md")] = False,
+) -> None:
+    """List what a recipe can set: type, default, bounds and meaning of each key."""
+    from lowbitrl import settings as listing
+
+    if markdown:
+        typer.echo(listing.markdown(), nl=False)
+        return
+    for name in [section] if section else listing.sections():
+        for setting in listing.settings(name):
+            _say(f"{setting.name} = {setting.default}   {setting.type}  {setting.bounds}".rstrip())
+            _say(f"    {setting.meaning}")
+
+
+@app.command()
 def doctor() -> None:
     """Say what can run here, and why the rest can't."""
     from lowbitrl.doctor import diagnose_machine

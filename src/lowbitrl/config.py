@@ -119,7 +119,9 @@ class RunConfig(_Section):
     """Everything that decides a run."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of sampling; the order of prompts has task.seed."""
     out: str = Field(default="runs/run", min_length=1)
+    """The run folder."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads for torch; 0 leaves torch's choice."""
     model: ModelConfig = ModelConfig()

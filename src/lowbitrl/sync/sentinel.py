@@ -25,6 +25,7 @@ class SentinelConfig(BaseModel):
     Attributes:
         sequences: how many held-out prompts are scored; 0 turns the sentinel off.
         factor: how many times the median of the last `window` values is too much.
+        window: values of the running median.
         slack: nats that are never a fault, whatever the floor (floors near 0 would alarm on noise).
     """
 

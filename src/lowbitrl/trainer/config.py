@@ -16,7 +16,8 @@ class ObjectiveConfig(BaseModel):
     """Which surrogate, which correction, which average, which penalties; see docs/objectives.md.
 
     Attributes:
-        name: of `lowbitrl.objectives`; `parameters` are its own (tbpo: eps_high, delta_low, ...).
+        name: of `lowbitrl.objectives`.
+        parameters: the objective's own (tbpo: eps_high, delta_low, ...).
         module: Python module that is imported first and registers an objective of your own
             ("package.module", installed or in the working folder).
         correction, level, cap, floor, count_rejected: mismatch correction; unset means the
@@ -36,6 +37,7 @@ class ObjectiveConfig(BaseModel):
             count in their group's baseline.
         overlong_buffer: tokens below `rollout.max_tokens` over which the reward falls by up to
             `overlong_coef` (DAPO eq. 13); 0 turns the penalty off.
+        overlong_coef: the penalty of a response that is cut off.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -25,6 +25,8 @@ class OptimizerConfig(BaseModel):
         learning_rate: of AdamW, reached after warm-up, constant from there.
         muon_learning_rate: of Muon; its update is scaled to AdamW's root mean square, so the
             same order of magnitude fits.
+        betas / eps: AdamW's decay rates and its denominator's addend.
+        weight_decay: decoupled. momentum: Muon's.
         warmup_steps: optimizer steps of linear warm-up from 0.
         max_grad_norm: total L2 norm above which gradients are scaled down; 0 turns it off.
     """

@@ -1,0 +1,41 @@
+"""The listing of settings is complete and docs/settings.md is what it prints; snippets of the docs compile."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from lowbitrl.settings import markdown, sections, settings
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = [(p.name, code) for p in PAGES for code in re.findall(r"```python\n(.*?)```", p.read_text(), re.S)]
+
+
+def test_the_page_is_up_to_date():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page == markdown(), "run: lowbitrl settings --markdown > docs/settings.md"
+
+
+@pytest.mark.parametrize("section", sections())
+def test_every_setting_has_a_meaning_and_a_type(section):
+    listed = settings(section)
+    assert listed
+    for setting in listed:
+        assert setting.meaning, setting.name
+        assert setting.type, setting.name
+
+
+def test_an_unknown_section_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'rollout'"):
+        settings("rolout")
+
+
+@pytest.mark.parametrize(("page", "code"), SNIPPETS)
+def test_snippets_compile_and_import_what_exists(page, code):
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("lowbitrl"):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), (page, node.module)
