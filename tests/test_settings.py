@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lowbitrl.loop import train
+from lowbitrl.runs import read_metrics
 from lowbitrl.settings import markdown, sections, settings
+from tests.tiny_run import config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,3 +42,14 @@ def test_snippets_compile_and_import_what_exists(page, code):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("lowbitrl"):
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), (page, node.module)
+
+
+def test_the_guide_names_every_metric_of_a_run(tmp_path):
+    logged = {key for line in read_metrics(train(config(tmp_path), say=lambda line: None)) for key in line}
+    named = set(re.findall(r"`([\w/@]+)`", (ROOT / "docs" / "guide.md").read_text()))
+    named |= {"step", "reward/reward", "eval/score/reward"}  # NAME stands for a scorer
+    generic = {
+        re.sub(r"(pass@)(?!1\b)\d+|(avg@)\d+", lambda m: (m[1] and "pass@K") or "avg@N", key)
+        for key in logged
+    }
+    assert {key.removesuffix("_error") if key.startswith("eval/") else key for key in generic} <= named
