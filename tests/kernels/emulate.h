@@ -89,6 +89,34 @@ inline void product(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
     warp_barrier();
 }
 
+inline const uint8_t* describe(const void* shared, int) { return static_cast<const uint8_t*>(shared); }
+inline void group_fence() {}
+inline void group_commit() {}
+template <int PENDING> inline void group_wait() {}
+inline void shared_fence() {}
+template <int TILES> struct Group {
+    static void product(float (&d)[TILES][4], const uint32_t (&a)[4], const uint8_t* b) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        uint32_t* all = mine_().exchange.data() + warp * 192;
+        for (int i = 0; i < 4; ++i) all[lane * 6 + i] = a[i];
+        warp_barrier();
+        for (int t = 0; t < TILES; ++t)
+            for (int e = 0; e < 4; ++e) {
+                const int token = lane % 4 * 2 + e % 2;
+                double sum = d[t][e];
+                for (int k = 0; k < 16; ++k) {
+                    const uint32_t pair = all[(lane / 4 * 4 + k % 8 / 2) * 6 + e / 2 + k / 8 * 2];
+                    uint16_t x;
+                    std::memcpy(&x, b + k / 8 * TILES * 128 + t * 128 + token * 16 + k % 8 * 2, 2);
+                    sum += double(__uint_as_float((pair >> (16 * (k % 2)) & 0xFFFF) << 16)) *
+                           double(__uint_as_float(uint32_t(x) << 16));
+                }
+                d[t][e] = float(sum);
+            }
+        warp_barrier();
+    }
+};
+
 template <class F> void run_cluster(int threads, int size, size_t bytes, dim3 first, dim3 grid, F body) {
     Cluster shared;
     shared.barrier = std::make_unique<std::barrier<>>(threads * size);

@@ -1,7 +1,8 @@
+#define LOWBITRL_GROUPS
 #include "emulate.h"
 #include "w4a16.cu"
 
-template <Format F, int TILES, int ROWS, int WARPS, int STAGES>
+template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP>
 static void launch(const Problem& p, int token_blocks, int splits, int phase) {
     constexpr int HEIGHT = WARPS * ROWS * 16;
     const int chunks = (p.k + CHUNK - 1) / CHUNK, share = (chunks + splits - 1) / splits;
@@ -12,22 +13,22 @@ static void launch(const Problem& p, int token_blocks, int splits, int phase) {
     for (unsigned y = 0; y < grid.y; ++y)
         for (unsigned x = 0; x < grid.x; x += splits)
             run_cluster(WARPS * 32, splits, bytes, {x, y}, grid,
-                        [&] { w4a16_kernel<F, TILES, ROWS, WARPS, STAGES>(p, splits, phase); });
+                        [&] { w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP>(p, splits, phase); });
 }
 
 extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, const void* scale,
                               const void* global_scale, const void* token_scale, const void* bias, void* out,
                               const void* slots, const void* experts, int m, int n, int k, int group, int x_stride,
                               int slots_per_row, int token_blocks, int tiles, int rows, int warps, int stages,
-                              int splits, int phase, void*) {
+                              int warp_groups, int splits, int phase, void*) {
     const Problem p = {(const uint16_t*)x, (const uint8_t*)codes, (const uint8_t*)scale, (const float*)global_scale,
                        (const float*)token_scale, (const uint16_t*)bias, (uint16_t*)out, (const int*)slots,
                        (const int*)experts, m, n, k, group, x_stride, slots_per_row};
-#define VARIANT(T, R, W, S)                                                            \
-    if (tiles == T && rows == R && warps == W && stages == S) {                        \
-        if (format == 0) launch<NVFP4, T, R, W, S>(p, token_blocks, splits, phase);    \
-        else launch<INT4, T, R, W, S>(p, token_blocks, splits, phase);                 \
-        return 0;                                                                      \
+#define VARIANT(T, R, W, S, G)                                                                \
+    if (tiles == T && rows == R && warps == W && stages == S && warp_groups == G) {           \
+        if (format == 0) launch<NVFP4, T, R, W, S, G>(p, token_blocks, splits, phase);        \
+        else launch<INT4, T, R, W, S, G>(p, token_blocks, splits, phase);                     \
+        return 0;                                                                             \
     }
 #include "w4a16_variants.h"
     return -1;

@@ -3,12 +3,15 @@
 Everything but the launch and the PTX is the shipped code: indices, layouts, decoding, the cluster's reduction.
 """
 
+import re
+
 import pytest
 import torch
 from emulated_cuda import emulated, emulated_library  # noqa: F401
 
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import grouped_w4a16, w4a16, w4a16_cuda
+from lowbitrl.kernels.cuda_library import SOURCES
 from lowbitrl.kernels.weights4 import describe
 
 pytestmark = pytest.mark.usefixtures("emulated", "poisoned")
@@ -66,6 +69,22 @@ def test_rows_of_a_wider_tensor_and_tokens_whose_number_is_odd():
     for x in (wide[:, 128:256], wide[:, 4:132], wide.T.contiguous().T[:, :128]):
         close(product(x, weight), w4a16.reference(x, weight, None, None))
     assert product(wide[:0, :128], weight).shape == (0, 64)
+
+
+BUILT = re.findall(
+    r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false)\)", (SOURCES / "w4a16_variants.h").read_text()
+)
+
+
+@pytest.mark.parametrize("built", BUILT, ids="-".join)
+def test_every_variant_that_is_built(built, monkeypatch):
+    variant = w4a16_cuda.Variant(*(int(number) for number in built[:4]), built[4] == "true")
+    monkeypatch.setattr(w4a16_cuda, "VARIANTS", {variant.tiles: variant})
+    monkeypatch.setattr(w4a16_cuda, "splits_for", lambda *args: 2)
+    x = torch.randn(variant.tiles * 8 - 3, 672).bfloat16()
+    for name in ("nvfp4", "int4-g32"):
+        weight = get_format(name).quantize(torch.randn(variant.height + 5, 672).bfloat16())
+        close(product(x, weight), w4a16.reference(x, weight, None, None))
 
 
 def test_splitting_k_over_a_cluster_changes_only_the_order_of_sums(monkeypatch):

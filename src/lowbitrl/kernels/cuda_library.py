@@ -23,6 +23,9 @@ CUDA = "cuda"
 # through, from 9.0 on.
 NEEDED_CAPABILITY = (9, 0)
 
+# Hopper's own products of four warps are in no other architecture.
+WITH_GROUPS = "90a"
+
 SOURCES = Path(__file__).parent / "cuda"
 
 
@@ -57,7 +60,8 @@ def check(code: int, what: str) -> None:
 
 def _architecture() -> str:
     major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}"
+    found = f"{major}{minor}"
+    return f"{found}a" if f"{found}a" == WITH_GROUPS else found
 
 
 def _fingerprint() -> str:
@@ -75,11 +79,12 @@ def _folder() -> Path:
 
 def _build(target: Path) -> None:
     arch = _architecture()
+    groups = ["-DLOWBITRL_GROUPS"] if arch == WITH_GROUPS else []
     # A name of its own until it is whole: another process may build the same at the same time.
     part = target.with_suffix(f".{os.getpid()}")
     command = [
         str(_nvcc()), "-O3", "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}",
-        "-shared", "-Xcompiler", "-fPIC", "-o", str(part), str(SOURCES / "w4a16.cu"),
+        *groups, "-shared", "-Xcompiler", "-fPIC", "-o", str(part), str(SOURCES / "w4a16.cu"),
     ]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode:

@@ -19,12 +19,16 @@ ACTIVATION_BYTES = 100 << 10
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel that is built: ``tiles`` * 8 tokens, ``warps`` * ``rows`` * 16 weight rows a CTA, ``stages`` ahead."""
+    """A kernel that is built: ``tiles`` * 8 tokens, ``warps`` * ``rows`` * 16 weight rows a CTA, ``stages`` ahead.
+
+    grouped: four warps multiply together (wgmma, sm90 alone).
+    """
 
     tiles: int
     rows: int
     warps: int
     stages: int
+    grouped: bool = False
 
     @property
     def height(self) -> int:
@@ -83,8 +87,8 @@ def launch_w4a16(
         0 if nvfp4 else 1, address(x), address(codes), address(scale), address(global_scale),
         address(token_scale), address(bias), address(out), address(slots), address(experts),
         m, n, k, group, x.stride(0), slots_per_row, token_blocks,
-        variant.tiles, variant.rows, variant.warps, variant.stages, splits, phase_for(variant, k, splits),
-        stream(),
+        variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, splits,
+        phase_for(variant, k, splits), stream(),
     )  # fmt: skip
     check(code, "w4a16")
 

@@ -13,7 +13,8 @@
 //                   order, in fp32, through distributed shared memory: bits do not depend on timing.
 //   out             bf16(fp32(acc * fp32(global * token_scale)) + bias)
 //
-// A CTA does WARPS * ROWS * 16 weight rows, TILES * 8 tokens and one of `splits` shares of K.
+// A CTA does WARPS * ROWS * 16 weight rows, TILES * 8 tokens and one of `splits` shares of K. From some tens of tokens
+// on, four warps multiply as a group (wgmma) with their decoded weights in registers: GROUP.
 
 #ifndef LOWBITRL_EMULATE
 #include <cooperative_groups.h>
@@ -21,6 +22,7 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 #define SHARED(type, name) extern __shared__ __align__(16) type name[]
+#include "wgmma.h"
 #endif
 
 namespace {
@@ -138,14 +140,14 @@ struct Stage {
     uint32_t scales[ROWS][2];
 };
 
-template <Format F, int ROWS>
+template <Format F, int ROWS, int STEP>
 __device__ __forceinline__ void fetch(Stage<ROWS>& s, const Problem& p, const uint8_t* codes, const uint8_t* scale,
                                       int first_row, int column, bool live) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + r * 16 + half * 8;
+            const int row = first_row + r * STEP + half * 8;
             s.codes[r][half] = make_uint4(0, 0, 0, 0);
             s.scales[r][half] = 0;
             if (live && row < p.n && column < p.k) {
@@ -186,9 +188,38 @@ __device__ __forceinline__ void consume(const Stage<ROWS>& s, const uint4* x, fl
     }
 }
 
+// The same by groups of four warps: two products in flight, decoding of the next overlaps them.
+template <Format F, int TILES, int ROWS>
+__device__ __forceinline__ void consume_group(const Stage<ROWS>& s, const uint4* x, float (&acc)[ROWS][TILES][4]) {
+    Scales scales[ROWS][2];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) scales[r][half] = decode_scales<F>(s.scales[r][half]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            uint32_t v[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4& q = s.codes[r][half];
+                const uint32_t word = i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
+                decode<F>(word, i < 2 ? scales[r][half].low : scales[r][half].high, v[half]);
+            }
+            const uint32_t a[2][4] = {{v[0][0], v[1][0], v[0][1], v[1][1]}, {v[0][2], v[1][2], v[0][3], v[1][3]}};
+            group_fence();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) Group<TILES>::product(acc[r], a[h], describe(x + (i * 2 + h) * 16 * TILES, TILES));
+            group_commit();
+            group_wait<1>();  // the registers of the products before these are free again
+        }
+}
+
 // Activations of chunks [first, last) into shared memory, in the order `consume` reads: (chunk, word, tile, lane).
 // Loads go out in batches: one at a time, each would wait for the cache.
-template <int TILES, int THREADS>
+// For groups the four pairs of a unit lie apart: B's core matrices hold eight columns, two of each thread of a quad.
+template <int TILES, int THREADS, bool GROUP>
 __device__ __forceinline__ void stage_x(const Problem& p, const int* source, uint4* shared, int first, int last) {
     constexpr int batch = 4;
     const int total = (last - first) * TILES * 128;
@@ -205,16 +236,23 @@ __device__ __forceinline__ void stage_x(const Problem& p, const int* source, uin
 #pragma unroll
         for (int i = 0; i < batch; ++i) {
             const int u = start + i * THREADS;
-            if (u < total)
-                shared[u] = make_uint4(permute(v[i].x, v[i].z, 0x5410), permute(v[i].x, v[i].z, 0x7632),
-                                       permute(v[i].y, v[i].w, 0x5410), permute(v[i].y, v[i].w, 0x7632));
+            const uint32_t pairs[4] = {permute(v[i].x, v[i].z, 0x5410), permute(v[i].x, v[i].z, 0x7632),
+                                       permute(v[i].y, v[i].w, 0x5410), permute(v[i].y, v[i].w, 0x7632)};
+            if (u >= total) continue;
+            if constexpr (GROUP) {
+                uint32_t* apart = reinterpret_cast<uint32_t*>(shared) + (u / (TILES * 32)) * TILES * 128 + u % (TILES * 32);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) apart[j * TILES * 32] = pairs[j];
+            } else {
+                shared[u] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
         }
     }
 }
 
-template <Format F, int TILES, int ROWS, int WARPS, int STAGES>
+template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP>
 __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int splits, int phase) {
-    constexpr int TOKENS = TILES * 8, HEIGHT = WARPS * ROWS * 16, PITCH = HEIGHT + 4;
+    constexpr int TOKENS = TILES * 8, HEIGHT = WARPS * ROWS * 16, PITCH = HEIGHT + 4, STEP = GROUP ? 64 : 16;
     SHARED(uint4, base);
     int *source = reinterpret_cast<int*>(base), *target = source + TOKENS;
     uint4* memory = base + TOKENS / 2;  // past both lists
@@ -230,29 +268,37 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
     }
     const int chunks = (p.k + CHUNK - 1) / CHUNK;
     const int begin = chunks * rank / splits, end = chunks * (rank + 1) / splits;
-    const int tile_row = blockIdx.x / splits * HEIGHT, first_row = tile_row + warp * ROWS * 16 + quad;
+    const int own_row = (GROUP ? warp / 4 * ROWS * 64 + warp % 4 * 16 : warp * ROWS * 16) + quad;
+    const int tile_row = blockIdx.x / splits * HEIGHT, first_row = tile_row + own_row;
     const uint8_t* codes = p.codes + size_t(expert) * p.n * (p.k / 2);
     const uint8_t* scale = p.scale + size_t(expert) * p.n * (F == NVFP4 ? p.k / 16 : p.k / p.group * 2);
 
     Stage<ROWS> stages[STAGES];
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
-        fetch<F, ROWS>(stages[s], p, codes, scale, first_row, (begin + s) * CHUNK + member * SEGMENT, begin + s < end);
+        fetch<F, ROWS, STEP>(stages[s], p, codes, scale, first_row, (begin + s) * CHUNK + member * SEGMENT, begin + s < end);
     float acc[ROWS][TILES][4] = {};
     __syncthreads();
     for (int start = begin; start < end; start += phase) {
         const int stop = min(start + phase, end);
         if (start > begin) __syncthreads();
-        stage_x<TILES, WARPS * 32>(p, source, memory, start, stop);
+        stage_x<TILES, WARPS * 32, GROUP>(p, source, memory, start, stop);
+        if constexpr (GROUP) shared_fence();
         __syncthreads();
         for (int c = start; c < stop; c += STAGES) {
 #pragma unroll
             for (int s = 0; s < STAGES; ++s) {
-                if (c + s < stop) consume<F, TILES, ROWS>(stages[s], memory + (c + s - start) * 4 * TILES * 32, acc, lane);
+                const uint4* x = memory + (c + s - start) * 4 * TILES * 32;
+                if constexpr (GROUP) {
+                    if (c + s < stop) consume_group<F, TILES, ROWS>(stages[s], x, acc);
+                } else {
+                    if (c + s < stop) consume<F, TILES, ROWS>(stages[s], x, acc, lane);
+                }
                 const int next = c + s + STAGES;
-                fetch<F, ROWS>(stages[s], p, codes, scale, first_row, next * CHUNK + member * SEGMENT, next < end);
+                fetch<F, ROWS, STEP>(stages[s], p, codes, scale, first_row, next * CHUNK + member * SEGMENT, next < end);
             }
         }
+        if constexpr (GROUP) group_wait<0>();
     }
 
     __syncthreads();
@@ -263,7 +309,7 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int row = (warp * ROWS + r) * 16 + quad + e / 2 * 8, token = t * 8 + member * 2 + e % 2;
+                const int row = own_row + r * STEP + e / 2 * 8, token = t * 8 + member * 2 + e % 2;
                 sums[token * PITCH + row] = acc[r][t][e];
             }
     if (splits > 1) cluster_barrier();
@@ -319,14 +365,14 @@ __global__ void moe_align_kernel(const int* ids, int total, int experts, int blo
 #ifndef LOWBITRL_EMULATE
 namespace {
 
-template <Format F, int TILES, int ROWS, int WARPS, int STAGES>
+template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP>
 int launch(const Problem& p, int token_blocks, int splits, int phase, cudaStream_t stream) {
     constexpr int HEIGHT = WARPS * ROWS * 16;
     const int chunks = (p.k + CHUNK - 1) / CHUNK, share = (chunks + splits - 1) / splits;
     phase = phase < share ? phase : share;
     const size_t staged = size_t(phase) * CHUNK * TILES * 8 * 2, sums = size_t(TILES) * 8 * (HEIGHT + 4) * 4;
     const size_t bytes = (staged > sums ? staged : sums) + TILES * 8 * 2 * sizeof(int);
-    auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES>;
+    auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP>;
     static bool prepared = false;
     if (!prepared) {
         cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 220 * 1024);
@@ -348,10 +394,11 @@ int launch(const Problem& p, int token_blocks, int splits, int phase, cudaStream
 }
 
 template <Format F>
-int dispatch(const Problem& p, int tiles, int rows, int warps, int stages, int token_blocks, int splits, int phase,
-             cudaStream_t stream) {
-#define VARIANT(T, R, W, S) \
-    if (tiles == T && rows == R && warps == W && stages == S) return launch<F, T, R, W, S>(p, token_blocks, splits, phase, stream);
+int dispatch(const Problem& p, int tiles, int rows, int warps, int stages, int group, int token_blocks, int splits,
+             int phase, cudaStream_t stream) {
+#define VARIANT(T, R, W, S, G)                                                             \
+    if (tiles == T && rows == R && warps == W && stages == S && group == G)                \
+        return launch<F, T, R, W, S, G>(p, token_blocks, splits, phase, stream);
 #include "w4a16_variants.h"
 #undef VARIANT
     return -1;
@@ -364,15 +411,15 @@ extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, cons
                               const void* global_scale, const void* token_scale, const void* bias, void* out,
                               const void* slots, const void* experts, int m, int n, int k, int group, int x_stride,
                               int slots_per_row, int token_blocks, int tiles, int rows, int warps, int stages,
-                              int splits, int phase, void* stream) {
+                              int warp_groups, int splits, int phase, void* stream) {
     const Problem p = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(codes),
                        static_cast<const uint8_t*>(scale), static_cast<const float*>(global_scale),
                        static_cast<const float*>(token_scale), static_cast<const uint16_t*>(bias),
                        static_cast<uint16_t*>(out), static_cast<const int*>(slots), static_cast<const int*>(experts),
                        m, n, k, group, x_stride, slots_per_row};
     auto on = static_cast<cudaStream_t>(stream);
-    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, token_blocks, splits, phase, on)
-                           : dispatch<INT4>(p, tiles, rows, warps, stages, token_blocks, splits, phase, on);
+    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, on)
+                           : dispatch<INT4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, on);
 }
 
 extern "C" int lowbitrl_moe_align(const void* ids, int total, int experts, int block, int blocks, void* slots,
