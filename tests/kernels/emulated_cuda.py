@@ -29,7 +29,7 @@ def emulated_library(tmp_path_factory):
 
 @pytest.fixture
 def emulated(emulated_library, monkeypatch):
-    """The launcher's functions reach the emulated kernels; the machine seems to have two multiprocessors."""
+    """The launcher's functions reach the emulated kernels."""
     monkeypatch.setattr(w4a16_cuda, "library", lambda: emulated_library)
     monkeypatch.setattr(w4a16_cuda, "stream", lambda: ctypes.c_void_p(None))
-    monkeypatch.setattr(w4a16_cuda, "_processors", lambda index: 2)
+    monkeypatch.setattr(w4a16_cuda, "architecture", lambda: cuda_library.WITH_GROUPS)

@@ -10,13 +10,24 @@ import torch
 from emulated_cuda import emulated, emulated_library  # noqa: F401
 
 from lowbitrl.formats import QuantizedTensor, get_format
-from lowbitrl.kernels import grouped_w4a16, w4a16, w4a16_cuda
+from lowbitrl.kernels import grouped_w4a16, w4a16, w4a16_choice, w4a16_cuda
 from lowbitrl.kernels.cuda_library import SOURCES
 from lowbitrl.kernels.weights4 import describe
 
 pytestmark = pytest.mark.usefixtures("emulated", "poisoned")
 
 FORMATS = ["nvfp4", "int4-g128", "int4-g64", "int4-g32"]
+
+
+NARROW = w4a16_choice.Variant(1, 1, 4, 2)
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A function that makes every product take one variant and number of shares."""
+    return lambda variant, splits: monkeypatch.setattr(
+        w4a16_cuda, "plan_for", lambda *args: (variant, splits)
+    )
 
 
 def product(x, weight, bias=None, token_scale=None):
@@ -77,31 +88,29 @@ BUILT = re.findall(
 
 
 @pytest.mark.parametrize("built", BUILT, ids="-".join)
-def test_every_variant_that_is_built(built, monkeypatch):
-    variant = w4a16_cuda.Variant(*(int(number) for number in built[:4]), built[4] == "true")
-    monkeypatch.setattr(w4a16_cuda, "VARIANTS", {variant.tiles: variant})
-    monkeypatch.setattr(w4a16_cuda, "splits_for", lambda *args: 2)
-    x = torch.randn(variant.tiles * 8 - 3, 672).bfloat16()
-    for name in ("nvfp4", "int4-g32"):
-        weight = get_format(name).quantize(torch.randn(variant.height + 5, 672).bfloat16())
-        close(product(x, weight), w4a16.reference(x, weight, None, None))
+def test_every_variant_that_is_built(built, planned):
+    variant = w4a16_choice.Variant(*(int(number) for number in built[:4]), built[4] == "true")
+    planned(variant, 2)
+    x = torch.randn(variant.tiles * 8 - 3, 416).bfloat16()
+    weight = get_format("nvfp4").quantize(torch.randn(variant.height + 5, 416).bfloat16())
+    close(product(x, weight), w4a16.reference(x, weight, None, None))
 
 
-def test_splitting_k_over_a_cluster_changes_only_the_order_of_sums(monkeypatch):
+def test_splitting_k_over_a_cluster_changes_only_the_order_of_sums(planned):
     weight = get_format("nvfp4").quantize(torch.randn(100, 1024).bfloat16())
     x = torch.randn(6, 1024).bfloat16()
     wanted = w4a16.reference(x, weight, None, None)
     for splits in (1, 2, 4, 8):
-        monkeypatch.setattr(w4a16_cuda, "splits_for", lambda *args, s=splits: s)
+        planned(NARROW, splits)
         once, again = product(x, weight), product(x, weight)
         close(once, wanted)
         assert torch.equal(once, again)
 
 
-def test_activations_staged_in_phases_give_the_same_bits(monkeypatch):
+def test_activations_staged_in_phases_give_the_same_bits(planned, monkeypatch):
     weight = get_format("nvfp4").quantize(torch.randn(64, 1536).bfloat16())
     x = torch.randn(6, 1536).bfloat16()
-    monkeypatch.setattr(w4a16_cuda, "splits_for", lambda *args: 1)
+    planned(NARROW, 1)
     whole = product(x, weight)
     monkeypatch.setattr(w4a16_cuda, "ACTIVATION_BYTES", 8 << 10)
     assert torch.equal(product(x, weight), whole)

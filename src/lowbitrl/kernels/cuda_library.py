@@ -58,7 +58,9 @@ def check(code: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {code}" if code > 0 else f"{what}: no such kernel was built")
 
 
-def _architecture() -> str:
+@functools.cache
+def architecture() -> str:
+    """What the current device's code is built for."""
     major, minor = torch.cuda.get_device_capability()
     found = f"{major}{minor}"
     return f"{found}a" if f"{found}a" == WITH_GROUPS else found
@@ -66,7 +68,7 @@ def _architecture() -> str:
 
 def _fingerprint() -> str:
     parts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
-    parts.append(f"{_architecture()} {torch.version.cuda}".encode())
+    parts.append(f"{architecture()} {torch.version.cuda}".encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -78,7 +80,7 @@ def _folder() -> Path:
 
 
 def _build(target: Path) -> None:
-    arch = _architecture()
+    arch = architecture()
     groups = ["-DLOWBITRL_GROUPS"] if arch == WITH_GROUPS else []
     # A name of its own until it is whole: another process may build the same at the same time.
     part = target.with_suffix(f".{os.getpid()}")

@@ -69,7 +69,7 @@ def w4a16_matmul(
 def candidates(tokens: int, weight: QuantizedTensor) -> dict[str, str | None]:
     """The op's implementations for this call, best first, with why one can't do it."""
     reason, cuda = why_not_weight4(weight), why_not_cuda(weight)
-    if prefers_cublas(tokens):
+    if reason is None and prefers_cublas(weight.global_scale is not None, tokens, *weight.shape):
         return {CUBLAS: reason, CUDA: cuda, TRITON: reason, REFERENCE: reason}
     return {CUDA: cuda, TRITON: reason, CUBLAS: reason, REFERENCE: reason}
 

@@ -1,11 +1,84 @@
-"""Which backend and which CUDA variant for how many tokens: made by ``benchmarks``' sweep, not by hand."""
+"""Which backend, kernel variant and share of K for how many tokens: read from a table that a script measured.
+
+``w4a16_choices.json`` is written by ``benchmarks/choose_products.py`` on the GPU it names. A shape that is not in
+it takes the row of the nearest one; another GPU than the table's takes the same rows, as the best guess there is.
+"""
 
 from __future__ import annotations
 
-# Above this many tokens decoding the weight once and calling cuBLAS is faster.
-CUBLAS_TOKENS = 384
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+CHUNK = 128
+TOKENS_A_TILE = 8
+MOST_SPLITS = 8
+TABLE = Path(__file__).parent / "w4a16_choices.json"
 
 
-def prefers_cublas(tokens: int) -> bool:
-    """Whether a product of so many tokens should decode the weight first."""
-    return tokens > CUBLAS_TOKENS
+@dataclass(frozen=True)
+class Variant:
+    """A CUDA kernel that is built: ``tiles`` * 8 tokens, ``warps`` * ``rows`` * 16 weight rows a CTA, ``stages`` ahead.
+
+    grouped: four warps multiply together (wgmma, sm90 alone).
+    """
+
+    tiles: int
+    rows: int
+    warps: int
+    stages: int
+    grouped: bool = False
+
+    @property
+    def height(self) -> int:
+        """Weight rows a CTA does."""
+        return self.warps * self.rows * 16
+
+
+class Choice(NamedTuple):
+    """A row of the table: ``backend`` "cuda" or "cublas" up to ``tokens`` of (``n``, ``k``) weights."""
+
+    nvfp4: bool
+    grouped: bool
+    tokens: int
+    n: int
+    k: int
+    backend: str
+    variant: Variant
+    splits: int
+
+
+@functools.cache
+def table() -> tuple[Choice, ...]:
+    """Every row, in the file's order."""
+    rows = json.loads(TABLE.read_text())["rows"]
+    return tuple(Choice(**row | {"variant": Variant(*row["variant"])}) for row in rows)
+
+
+@functools.cache
+def choice_for(nvfp4: bool, tokens: int, n: int, k: int, grouped: bool = False) -> Choice:
+    """The row of the nearest shape for the least tabled token count that holds ``tokens`` (or the greatest).
+
+    Args:
+        tokens: rows of x; grouped: rows of a block of one expert.
+    """
+    rows = [row for row in table() if row.nvfp4 == nvfp4 and row.grouped == grouped]
+    nearest = min((abs(math.log(n / r.n)) + abs(math.log(k / r.k)), r.n, r.k) for r in rows)
+    rows = sorted((r for r in rows if (r.n, r.k) == nearest[1:]), key=lambda r: r.tokens)
+    return next((row for row in rows if row.tokens >= tokens), rows[-1])
+
+
+def splits_that_fit(choice: Choice, k: int) -> int:
+    """The row's shares of K, fewer where a share of this K would be shorter than what is in flight."""
+    chunks, splits = -(-k // CHUNK), choice.splits
+    while splits > 1 and chunks // splits < choice.variant.stages:
+        splits //= 2
+    return splits
+
+
+def prefers_cublas(nvfp4: bool, tokens: int, n: int, k: int) -> bool:
+    """Whether a product should decode its weight first and call the library."""
+    return choice_for(nvfp4, tokens, n, k).backend == "cublas"

@@ -2,57 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from .cuda_library import address, check, library, stream
+from .cuda_library import WITH_GROUPS, address, architecture, check, library, stream
+from .w4a16_choice import CHUNK, TOKENS_A_TILE, Variant, choice_for, splits_that_fit
 
-CHUNK = 128
-TOKENS_A_TILE = 8
-MOST_SPLITS = 8
 # Shared memory for activations that lets two CTAs live on one multiprocessor.
 ACTIVATION_BYTES = 100 << 10
+# Where the table's variant needs groups and the device has none.
+WITHOUT_GROUPS = {4: Variant(4, 2, 4, 2), 8: Variant(8, 2, 4, 2), 16: Variant(8, 2, 4, 2)}
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A kernel that is built: ``tiles`` * 8 tokens, ``warps`` * ``rows`` * 16 weight rows a CTA, ``stages`` ahead.
-
-    grouped: four warps multiply together (wgmma, sm90 alone).
-    """
-
-    tiles: int
-    rows: int
-    warps: int
-    stages: int
-    grouped: bool = False
-
-    @property
-    def height(self) -> int:
-        """Weight rows a CTA does."""
-        return self.warps * self.rows * 16
-
-
-VARIANTS = {1: Variant(1, 2, 4, 3), 2: Variant(2, 2, 4, 3), 4: Variant(4, 2, 4, 2), 8: Variant(8, 2, 4, 2)}
-
-
-def tiles_for(tokens: int) -> int:
-    """Token tiles of eight a CTA takes."""
-    wanted = -(-tokens // TOKENS_A_TILE)
-    return min((t for t in VARIANTS if t >= wanted), default=max(VARIANTS))
-
-
-def splits_for(variant: Variant, n: int, k: int, token_blocks: int, processors: int) -> int:
-    """Shares of K, a cluster's size: the least that gives every multiprocessor two CTAs to overlap."""
-    chunks = -(-k // CHUNK)
-    ctas = -(-n // variant.height) * token_blocks
-    splits = 1
-    while splits < MOST_SPLITS and ctas * splits < 2 * processors and splits * 2 <= chunks // variant.stages:
-        splits *= 2
-    return splits
+def plan_for(nvfp4: bool, m: int, n: int, k: int, block: int) -> tuple[Variant, int]:
+    """Variant and shares of K for ``m`` tokens, or for blocks of ``block`` rows of one expert."""
+    choice = choice_for(nvfp4, block or m, n, k, grouped=bool(block))
+    variant = choice.variant
+    if variant.grouped and architecture() != WITH_GROUPS:
+        variant = WITHOUT_GROUPS[variant.tiles]
+    return variant, splits_that_fit(choice, k)
 
 
 def phase_for(variant: Variant, k: int, splits: int) -> int:
@@ -63,26 +30,24 @@ def phase_for(variant: Variant, k: int, splits: int) -> int:
     return share if share <= fits else max(fits // variant.stages, 1) * variant.stages
 
 
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch_w4a16(
     x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, token_scale: Tensor | None,
     bias: Tensor | None, out: Tensor, group: int, nvfp4: bool,
     slots: Tensor | None = None, experts: Tensor | None = None, block: int = 0, slots_per_row: int = 1,
+    plan: tuple[Variant, int] | None = None,
 ) -> None:  # fmt: skip
-    """Write ``out`` (slots, N); ``slots`` and ``experts`` make it grouped, ``block`` slots a group."""
+    """Write ``out`` (slots, N); ``slots`` and ``experts`` make it grouped, ``block`` slots a group.
+
+    plan: variant and shares of K in place of the table's.
+    """
     m, n = out.shape
     if not m or not n:
         return
     if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     k = x.shape[-1]
-    variant = VARIANTS[block // TOKENS_A_TILE if block else tiles_for(m)]
+    variant, splits = plan or plan_for(nvfp4, m, n, k, block)
     token_blocks = experts.numel() if experts is not None else -(-m // (variant.tiles * TOKENS_A_TILE))
-    splits = splits_for(variant, n, k, token_blocks, _processors(x.device.index or 0))
     code = library().lowbitrl_w4a16(
         0 if nvfp4 else 1, address(x), address(codes), address(scale), address(global_scale),
         address(token_scale), address(bias), address(out), address(slots), address(experts),

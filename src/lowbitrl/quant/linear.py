@@ -303,7 +303,7 @@ def multiplies_bytes(x: Tensor, encoded: QuantizedTensor) -> bool:
     """Whether a product of x (..., K) should read 4-bit bytes: few BF16 tokens on a GPU."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or why_not_weight4(encoded):
         return False
-    return not prefers_cublas(x[..., 0].numel())
+    return not prefers_cublas(encoded.global_scale is not None, x[..., 0].numel(), *encoded.shape)
 
 
 def in_place(held: QuantizedTensor | None, encoded: QuantizedTensor) -> QuantizedTensor:

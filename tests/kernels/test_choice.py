@@ -1,0 +1,36 @@
+"""The table of choices: every row can run, and every shape finds one."""
+
+import re
+
+import pytest
+
+from lowbitrl.kernels.cuda_library import SOURCES
+from lowbitrl.kernels.grouped_w4a16 import BLOCK_SIZES
+from lowbitrl.kernels.w4a16_choice import choice_for, prefers_cublas, splits_that_fit, table
+
+
+def test_every_variant_of_the_table_is_built():
+    text = (SOURCES / "w4a16_variants.h").read_text()
+    built = {tuple(line.split(", ")) for line in re.findall(r"VARIANT\((\d.*)\)", text)}
+    for row in table():
+        v = row.variant
+        assert (str(v.tiles), str(v.rows), str(v.warps), str(v.stages), str(v.grouped).lower()) in built
+        assert row.backend in {"cuda", "cublas"}
+        assert 1 <= row.splits <= 8
+
+
+@pytest.mark.parametrize("nvfp4", [True, False])
+@pytest.mark.parametrize("shape", [(12288, 4096), (576, 576), (64, 32), (150000, 2048)])
+def test_every_shape_finds_a_row(nvfp4, shape):
+    for tokens in (1, 8, 9, 64, 65, 10**6):
+        row = choice_for(nvfp4, tokens, *shape)
+        assert row.tokens >= tokens or row.tokens == max(r.tokens for r in table() if not r.grouped)
+        assert splits_that_fit(row, shape[1]) == 1 or -(-shape[1] // 128) // row.splits >= row.variant.stages
+    assert prefers_cublas(nvfp4, 10**6, *shape)
+    for block in BLOCK_SIZES:
+        assert choice_for(nvfp4, block, *shape, grouped=True).variant.tiles * 8 == block
+
+
+def test_a_share_of_k_is_never_shorter_than_what_is_in_flight():
+    row = max((r for r in table() if r.splits > 1), key=lambda r: r.splits)
+    assert splits_that_fit(row, 128) == 1
