@@ -79,10 +79,8 @@ def plans(tiles: int, k: int) -> Iterator[tuple[Variant, int]]:
 def row(name: str, grouped: bool, tokens: int, n: int, k: int, best, cublas: float | None) -> dict:
     """One line of the table."""
     micros, variant, splits = best
-    print(
-        f"{name} {'experts' if grouped else 'dense'} {tokens} {n}x{k}: {micros:.2f} us {variant} {splits}; cublas {cublas}",
-        flush=True,
-    )
+    kind = "experts" if grouped else "dense"
+    print(f"{name} {kind} {tokens} {n}x{k}: {micros:.2f} us {variant} {splits}; cublas {cublas}", flush=True)
     wins = cublas is not None and cublas < micros
     shape = [variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped]
     return {

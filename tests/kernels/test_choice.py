@@ -25,7 +25,8 @@ def test_every_shape_finds_a_row(nvfp4, shape):
     for tokens in (1, 8, 9, 64, 65, 10**6):
         row = choice_for(nvfp4, tokens, *shape)
         assert row.tokens >= tokens or row.tokens == max(r.tokens for r in table() if not r.grouped)
-        assert splits_that_fit(row, shape[1]) == 1 or -(-shape[1] // 128) // row.splits >= row.variant.stages
+        splits = splits_that_fit(row, shape[1])
+        assert splits == 1 or -(-shape[1] // 128) // splits >= row.variant.stages
     assert prefers_cublas(nvfp4, 10**6, *shape)
     for block in BLOCK_SIZES:
         assert choice_for(nvfp4, block, *shape, grouped=True).variant.tiles * 8 == block
