@@ -11,6 +11,8 @@ from importlib.util import find_spec
 import torch
 
 from lowbitrl.formats import known_formats
+from lowbitrl.kernels import known_backends, why_unavailable
+from lowbitrl.kernels.backend import AUTO
 from lowbitrl.models import DEMO, demo_gguf
 from lowbitrl.quant.recipe import PRECISIONS
 
@@ -23,6 +25,7 @@ def diagnose_machine() -> Iterator[str]:
     yield f"ok  python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores"
     yield f"ok  transformers {metadata.version('transformers')} (supported: 5.5.3 to 5.24)"
     yield from _devices()
+    yield from _kernels()
     yield from _precisions()
     yield from _extras()
 
@@ -33,12 +36,19 @@ def _devices() -> Iterator[str]:
         yield "no  cuda: torch finds no CUDA device"
         return
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    yield f"ok  cuda: {name}, sm{capability[0]}{capability[1]}, reference kernels"
+    yield f"ok  cuda: {name}, sm{capability[0]}{capability[1]}"
     yield f"{_mark(capability >= NATIVE_FP8)} FP8 tensor cores (sm89 and newer)"
     yield (
         f"{_mark(capability >= NATIVE_FP4)} FP4 tensor cores (sm100 and newer); W4A4 runs emulated either way: "
-        "no native FP4 kernel is called yet"
+        "the native product (backend 'native') is written and has not been run on hardware"
     )
+
+
+def _kernels() -> Iterator[str]:
+    for name in known_backends():
+        if name != AUTO:
+            reason = why_unavailable(name)
+            yield f"{_mark(reason is None)} kernels, backend {name}: {reason or 'can run'}"
 
 
 def _precisions() -> Iterator[str]:
@@ -54,7 +64,7 @@ def _extras() -> Iterator[str]:
         yield f"ok  model {DEMO}: {demo_gguf().name}"
     except (ImportError, FileNotFoundError) as error:
         yield f"no  model {DEMO}: {error}"
-    for package in ("triton", "vllm", "verl", "trl"):
+    for package in ("vllm", "verl", "trl"):
         found = find_spec(package) is not None
         yield f"{_mark(found)} {package}: {'installed' if found else 'not installed'}; nothing here uses it yet"
 
