@@ -35,6 +35,11 @@ def test_sections_are_the_parts_own_configs(tmp_path):
         ({"trainer": {"steps": "many"}}, r"trainer\.steps = 'many'"),
         ({"trainer": {"steps": 0}}, r"trainer\.steps = 0: .*greater than or equal to 1"),
         ({"recipe": {"rollout": "fp8", "residual": 0.5}}, r"recipe: residual=0\.5 repairs FP4 activations"),
+        (
+            {"recipe": {"rollout": "int8", "activation_scale": "static"}},
+            r"recipe: activation_scale='static' needs",
+        ),
+        ({"recipe": {"activation_scale": "tensor"}}, r"recipe\.activation_scale"),
         ({"objective": {"name": "tbop"}}, r"objective: .*tbpo"),
         ({"objective": {"parameters": {"eps_hihg": 1}}}, r"objective: .*eps_high"),
         ({"rollout": {"samples": 1}}, r"rollout\.samples=1 makes every group's advantage 0"),
@@ -100,7 +105,10 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.toml cannot be read as TOML: 'utf-8'"):
         load_config(tmp_path / "binary.toml")
-    with pytest.raises(ConfigError, match=r"cannot be read as TOML: .*directory"):
+    with pytest.raises(ConfigError, match="is a folder that holds no run"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as a run's settings"):
         load_config(tmp_path)
 
 

@@ -5,12 +5,14 @@ import os
 import signal
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 
 from lowbitrl import collect, loop
 from lowbitrl.assemble import evaluate_recipe
+from lowbitrl.config import load_config
 from lowbitrl.loop import train
 from lowbitrl.quant import PRECISIONS
 from lowbitrl.runs import read_metrics
@@ -210,6 +212,10 @@ def test_two_writers_cannot_share_a_folder(tmp_path):
         ({"recipe": {"residual": 1.0}}, r"recipe\.residual is 1\.0 now and was 0\.5"),
         ({"seed": 5}, r"seed is 5 now and was 0"),
         ({"optimizer": {"learning_rate": 0.5}}, r"optimizer\.learning_rate is 0\.5 now and was 0\.001"),
+        (
+            {"seed": 5, "recipe": {"residual": 1.0}, "trainer": {"mini_batch": 8}},
+            r"residual is 1\.0 now and was 0\.5; seed is 5 now and was 0; trainer\.mini_batch is 8 now and was 0 when",
+        ),
     ],
 )
 def test_going_on_with_other_settings_is_refused(tmp_path, sections, message):
@@ -218,6 +224,64 @@ def test_going_on_with_other_settings_is_refused(tmp_path, sections, message):
     with pytest.raises(ValueError, match=message):
         train(config(tmp_path, **sections), resume=True, say=quiet)
     assert lasting(folder) == before
+
+
+def test_a_run_folder_stands_for_its_settings(tmp_path):
+    whole = train(config(tmp_path, "whole", trainer={"steps": 4}), say=quiet)
+    folder = train(config(tmp_path, "part", trainer={"steps": 2}), say=quiet)
+    moved = folder.rename(tmp_path / "moved")
+    again = load_config(moved, ["--trainer.steps", "4"])
+    assert again.out == str(moved)
+    assert again.recipe.residual == 0.5
+    train(again, resume=True, say=quiet)
+    assert lasting(moved)[-1] == lasting(whole)[-1]
+    with pytest.raises(ValueError, match=r"recipe\.residual is 1\.0 now and was 0\.5"):
+        train(load_config(moved, ["--recipe.residual", "1.0"]), resume=True, say=quiet)
+
+
+def test_updates_that_move_no_code_are_said_once(tmp_path):
+    said = []
+    options = {"trainer": {"steps": 7}, "evaluation": {"every": 0}}
+    train(config(tmp_path, optimizer={"learning_rate": 1e-9}, **options), say=said.append)
+    lines = [line for line in said if "changed_codes was 0 for 5 updates" in line]
+    assert len(lines) == 1
+    assert "raise optimizer.learning_rate" in lines[0]
+    said.clear()
+    plain = {"recipe": {"rollout": "bf16", "residual": 0.0}, "optimizer": {"learning_rate": 1e-9}}
+    train(config(tmp_path, "plain", **plain, **options), say=said.append)
+    assert not any("changed_codes" in line for line in said)
+
+
+def test_a_recipe_that_depends_on_the_batch_says_so_once(tmp_path):
+    said = []
+    train(config(tmp_path, trainer={"steps": 1}), say=said.append)
+    assert sum("not batch-invariant" in line and "residual_scope='token'" in line for line in said) == 1
+    said.clear()
+    train(config(tmp_path, "b", recipe={"residual": 0.0}, trainer={"steps": 1}), say=said.append)
+    assert not any("batch-invariant" in line for line in said)
+
+
+@pytest.mark.parametrize(("rollout", "learner"), [("nvfp4", "weights"), ("nvfp4", "full"), ("fp8", "bf16")])
+def test_static_scales_are_refreshed_shipped_and_resumed_to_the_bit(tmp_path, rollout, learner):
+    recipe = {"rollout": rollout, "learner": learner, "residual": 0.0, "activation_scale": "static"}
+    sections = {"recipe": recipe, "objective": {"kl_coef": 0.01}, "checkpoint": {"every": 1, "keep": 9}}
+    whole = train(config(tmp_path, "whole", **sections), say=quiet)
+    part = train(config(tmp_path, "part", trainer={"steps": 2}, **sections), say=quiet)
+    train(config(tmp_path, "part", **sections), resume=True, say=quiet)
+    assert lasting(part) == lasting(whole)
+    states = [json.loads((p / "state.json").read_text()) for p in sorted((whole / "checkpoints").iterdir())]
+    learners, references = zip(*(state["input_amax"] for state in states), strict=True)
+    assert all(before != after for before, after in pairwise(learners))
+    assert all(before == after for before, after in pairwise(references))
+    lines = read_metrics(whole)[1:]
+    assert all(0 <= line["quant/saturated_sites"] <= 1 for line in lines)
+    if learner == "full":
+        assert all(line["mismatch/abs_mean"] == 0 for line in lines)
+    run = config(tmp_path, **sections)
+    at_end = evaluate_recipe(run, whole / "checkpoints" / "step-000004", say=quiet)
+    assert at_end.metrics()["eval/avg@2"] == read_metrics(whole)[-1]["eval/avg@2"]
+    start = evaluate_recipe(run, None, say=quiet)
+    assert start.metrics().keys() <= read_metrics(whole)[0].keys()
 
 
 def test_a_run_may_go_on_for_longer_and_look_more_often(tmp_path):

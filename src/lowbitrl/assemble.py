@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowbitrl.config import RunConfig
+from lowbitrl.config import RunConfig, validate
 from lowbitrl.evaluation import Evaluation, evaluate
 from lowbitrl.models import load_model
-from lowbitrl.quant import Plan, prepare
+from lowbitrl.quant import (
+    Plan,
+    attachment,
+    calibrate,
+    prepare,
+    real_tokens,
+    restore_scales,
+    static_scales,
+)
 from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.runs import RunFolder, environment
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
 from lowbitrl.tasks import Task, check_lengths, make_task
 from lowbitrl.trainer import Trainer, checkpoint
+from lowbitrl.trainer.batch import arrange, micro_batches
 from lowbitrl.trainer.logprobs import response_logprobs
 
 Say = Callable[[str], None]
+UNMOVED_UPDATES = 5
 
 
 @dataclass
@@ -42,6 +54,7 @@ class Parts:
     sentinel: Sentinel
     published: Publication
     drawn: int
+    unmoved: int = 0
 
     def publish(self, version: int) -> dict[str, float]:
         """Encode once, serve the same bytes, compare both sides."""
@@ -50,11 +63,27 @@ class Parts:
         self.engine.update(published.stream(), published.manifest)
         self.published = published
         gap = self.sentinel.check(version, lambda: _blame(self))
+        self.unmoved = 0 if changed or not self.plan.by_parameter else self.unmoved + 1
         return {"quant/changed_codes": changed, "sync/sentinel": gap, "sync/version": float(version)}
+
+    def notice(self) -> str | None:
+        """What a person should be told once, when updates have stopped reaching the rollout."""
+        if self.unmoved != UNMOVED_UPDATES:
+            return None
+        return (
+            f"quant/changed_codes was 0 for {UNMOVED_UPDATES} updates: no quantized weight has moved far enough to "
+            "change its code, so the rollout samples from the same weights; raise optimizer.learning_rate, or wait "
+            "for a warm-up to end"
+        )
 
     def save(self, config: RunConfig, run: RunFolder, step: int) -> Path:
         """Write the checkpoint from which step `step` can start."""
-        state = {"plan": self.plan.digest, "sentinel": self.sentinel.history, "drawn": self.drawn}
+        state = {
+            "plan": self.plan.digest,
+            "sentinel": self.sentinel.history,
+            "drawn": self.drawn,
+            "input_amax": [static_scales(model) for model in _static_models(self.trainer)],
+        }
         return checkpoint.save(run.checkpoints, step, self.trainer.optimizer, state, config.checkpoint.keep)
 
 
@@ -72,6 +101,8 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     plan = prepare(learner, config.recipe, "learner")
     prepare(rollout, plan, "rollout", keep_decoded_experts=config.rollout.keep_decoded_experts)
     say(plan.summary())
+    for reason in plan.batch_dependence:
+        say(f"not batch-invariant, a completion depends on what is sampled with it: {reason}")
     trainer = Trainer(
         learner,
         config.trainer,
@@ -90,6 +121,9 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     engine = EmbeddedEngine(
         rollout, config.rollout.scheduler, config.rollout.max_batch, config.rollout.record_routing
     )
+    if not saved:
+        for model in _static_models(trainer):
+            _calibrate(config, task, tokenizer, model)
     published = publish(learner, start)
     engine.update(published.stream(), published.manifest)
     watched = task.prompts("held_out", 0, min(config.sentinel.sequences, task.held_out_count))
@@ -104,19 +138,52 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     return Parts(tokenizer, task, plan, trainer, engine, sentinel, published, drawn), start
 
 
+def _static_models(trainer: Trainer) -> list[PreTrainedModel]:
+    """The learner and, where there is one, its frozen reference: each has static scales of its own."""
+    return [trainer.model] if trainer.reference is None else [trainer.model, trainer.reference]
+
+
+@torch.no_grad()
+def _calibrate(
+    config: RunConfig, task: Task, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> None:
+    """The first static scales, from the prompts of the first step; later ones come from what trains."""
+    prompts = [task.encode(tokenizer, p) for p in task.prompts("train", 0, config.rollout.prompts)]
+    if attachment(model).scales:
+        calibrate(model, lambda: _prompt_passes(config, model, prompts))
+
+
+def _prompt_passes(config: RunConfig, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    for rows in micro_batches([len(p) for p in prompts], config.trainer.micro_batch_tokens, "padded"):
+        batch = arrange([prompts[i] for i in rows], [[] for _ in rows], "padded", model.device)
+        with real_tokens(model, batch.real):
+            model.base_model(
+                input_ids=batch.ids,
+                attention_mask=batch.attention_mask,
+                position_ids=batch.positions,
+                use_cache=False,
+            )
+
+
 # What may change when a run goes on: how long, how often it looks and saves, where it writes.
 FREE_TO_CHANGE = frozenset({"out", "threads", "evaluation", "checkpoint", "sentinel", "trainer.steps"})
 
 
 def _check_same_run(config: RunConfig, run: RunFolder) -> None:
     """Refuse to go on with another run's settings: the metrics would be of two runs."""
-    before, now = (_flat(c) for c in (run.read_json("config.json"), config.model_dump(mode="json")))
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & FREE_TO_CHANGE:
-            raise ValueError(
-                f"{name} is {now.get(name)!r} now and was {before.get(name)!r} when {run.path} started; resume "
-                "with the settings in its config.json, or set out to another folder"
-            )
+    # Through the configs: a setting that is newer than the run has its default in it.
+    started = validate(run.read_json("config.json"))
+    before, now = (_flat(c.model_dump(mode="json")) for c in (started, config))
+    differing = [
+        f"{name} is {now.get(name)!r} now and was {before.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & FREE_TO_CHANGE
+    ]
+    if differing:
+        raise ValueError(
+            f"{'; '.join(differing)} when {run.path} started; resume with its own settings (give the folder in "
+            "place of the recipe: lowbitrl train FOLDER --resume), or set out to another folder"
+        )
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +207,11 @@ def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> che
             "resume with the recipe in the run's config.json"
         )
     saved.restore(trainer.optimizer)
+    # Checkpoints of before static scales have none, and their plans no site for one.
+    for model, scales in zip_longest(
+        _static_models(trainer), saved.state.get("input_amax", ()), fillvalue={}
+    ):
+        restore_scales(model, scales)
     say(f"resumed from {saved.path}")
     return saved
 
@@ -147,6 +219,7 @@ def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> che
 def _blame(parts: Parts) -> str:
     served = {f"{n}.{k}": t for n, q in parts.engine.encoded().items() for k, t in q.tensors().items()}
     served |= dict(parts.engine.model.named_parameters())
+    served |= {f"{n}.input_amax": s.amax for n, s in attachment(parts.engine.model).scales.items()}
     ids = torch.tensor([parts.sentinel.sequences[0]])
     return blame_bytes(parts.published, served) or blame_layer(
         parts.trainer.model,
@@ -193,6 +266,11 @@ def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluati
         checkpoint.load_masters(saved, model)
     keep = config.rollout.keep_decoded_experts
     say(prepare(model, config.recipe, "rollout", keep_decoded_experts=keep).summary())
+    if saved is not None:
+        scales = json.loads((saved / "state.json").read_text()).get("input_amax", [{}])
+        restore_scales(model, scales[0])
+    else:
+        _calibrate(config, task, tokenizer, model)
     return evaluate(
         EmbeddedEngine(model, config.rollout.scheduler, config.rollout.max_batch),
         task,

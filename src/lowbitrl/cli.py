@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 console = Console(soft_wrap=True)
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-RecipeFile = Annotated[Path, typer.Argument(help="a TOML recipe, as in recipes/*.toml")]
+RecipeFile = Annotated[Path, typer.Argument(help="a TOML recipe, as in recipes/*.toml, or a run's folder")]
 
 
 @app.command(context_settings=PASS_THROUGH)

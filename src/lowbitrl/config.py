@@ -13,6 +13,7 @@ residual = 0.5
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -187,20 +188,29 @@ def _nearest_divisor(size: int, wanted: int) -> int:
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML recipe and apply dotted overrides ("--trainer.steps", "50").
 
+    A run folder stands for the settings that it was started with, and for itself as `out`.
+
     Raises:
         ConfigError: the file is missing or no TOML; an unknown key (the nearest known one is
             named); a value or combination that is refused, with the remedy.
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        data = _run_settings(path) if path.is_dir() else tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist; recipes ship in recipes/*.toml") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+        raise ConfigError(
+            f"{path} does not exist, or is a folder that holds no run; recipes ship in recipes/*.toml"
+        ) from error
+    except (OSError, ValueError) as error:
+        kind = "a run's settings" if path.is_dir() else "TOML"
+        raise ConfigError(f"{path} cannot be read as {kind}: {error}") from error
     for key, value in parse_overrides(overrides):
         _assign(data, key.split("."), value)
     return validate(data)
+
+
+def _run_settings(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text()) | {"out": str(folder)}
 
 
 def validate(data: dict[str, Any]) -> RunConfig:

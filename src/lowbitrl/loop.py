@@ -57,6 +57,8 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
             if step == start:
                 laps = ("gen", "update", "publish", "eval")
                 say("first step: " + ", ".join(f"{lap} {metrics[f'timing/{lap}']:.1f}s" for lap in laps))
+            if (notice := parts.notice()) is not None:
+                say(notice)
             if _due(config, step + 1) or interrupted():
                 saved = parts.save(config, run, step + 1)
                 if interrupted():

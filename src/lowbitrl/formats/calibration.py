@@ -28,16 +28,32 @@ class Calibrator:
         self._frozen: Tensor | None = None
 
     def observe(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Take in activations (..., K); mask, bool (...), is False for padding, which must not count."""
-        seen = absmax(x if mask is None else x[mask])
+        """Take in activations (..., K); mask, bool of as many rows, is False for padding, which must not count."""
+        # where, not indexing, which would wait for the device to count the rows.
+        seen = absmax(x if mask is None else torch.where(mask.reshape(*x.shape[:-1], 1), x, 0.0))
         self._pending = seen if self._pending is None else torch.maximum(self._pending, seen)
 
     def refresh(self) -> Tensor:
-        """Freeze the maximum seen since the last refresh (the earlier one if only zeros were) and return it."""
-        if self._pending is not None and bool(self._pending > 0):
-            self._frozen = self._pending
-        self._pending = None
+        """Freeze the maximum seen since the last refresh (the earlier one if only zeros were) and return it.
+
+        Raises ValueError if NaN or Inf was seen, RuntimeError if nothing but zeros ever was.
+        """
+        seen, self._pending = self._pending, None
+        if seen is not None and not bool(torch.isfinite(seen)):
+            raise ValueError(f"input of {self.name} holds NaN or Inf; resume from the last good checkpoint")
+        if seen is not None and bool(seen > 0):
+            self.amax = seen
         return self.amax
+
+    @property
+    def overflows(self) -> bool:
+        """Whether what was seen since the last refresh passed the frozen maximum, and so saturated."""
+        return self._frozen is not None and self._pending is not None and bool(self._pending > self._frozen)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a frozen maximum."""
+        return self._frozen is not None
 
     @property
     def amax(self) -> Tensor:
@@ -51,4 +67,8 @@ class Calibrator:
 
     @amax.setter
     def amax(self, value: Tensor) -> None:
-        self._frozen = value.detach().float()
+        value = value.detach().float().reshape(())
+        if self._frozen is not None and self._frozen.device == value.device:
+            self._frozen.copy_(value)  # in place: CUDA graphs hold its address
+        else:
+            self._frozen = value.clone()

@@ -1,6 +1,14 @@
 """Which tensors wear a format, and the modules that wear them."""
 
-from lowbitrl.quant.apply import attachment, prepare, real_tokens
+from lowbitrl.quant.apply import (
+    attachment,
+    calibrate,
+    observing,
+    prepare,
+    real_tokens,
+    restore_scales,
+    static_scales,
+)
 from lowbitrl.quant.export import export, wire
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
 from lowbitrl.quant.recipe import PRECISIONS, Recipe
@@ -13,11 +21,15 @@ __all__ = [
     "Recipe",
     "agreement",
     "attachment",
+    "calibrate",
     "export",
+    "observing",
     "prepare",
     "real_tokens",
     "recomputation",
     "resolve",
+    "restore_scales",
     "routing",
+    "static_scales",
     "wire",
 ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
+from lowbitrl.formats import Calibrator
 from lowbitrl.quant.experts import Projection, StackWeights, WornExperts, select_dispatch
 from lowbitrl.quant.linear import (
     ActivationSite,
@@ -31,6 +34,7 @@ class Attachment:
     Attributes:
         groups: learner side: what encodes its weights. stacks: rollout side: what holds the bytes
             of its expert stacks, by name. routing: what its routers ask, empty in a dense model.
+        sites: what quantizes inputs, by fused group. scales: static scales of inputs, by fused group.
     """
 
     plan: Plan
@@ -40,12 +44,13 @@ class Attachment:
     groups: list[WeightGroup | StackWeights] = field(default_factory=list)
     stacks: dict[str, StackWeights] = field(default_factory=dict)
     sites: dict[str, ActivationSite] = field(default_factory=dict)
+    scales: dict[str, Calibrator] = field(default_factory=dict)
 
     def changes(self, layer: LayerPlan) -> bool:
-        """Whether a row's arithmetic leaves BF16 on this side."""
+        """Whether a row's module is ours on this side: its arithmetic leaves BF16, or its input is observed."""
         if self.side == "rollout":
             return layer.quantized
-        return layer.learner_weight is not None or layer.learner_activation is not None
+        return layer.learner_weight is not None or layer.learner_activation is not None or layer.static
 
 
 def prepare(
@@ -111,6 +116,44 @@ def real_tokens(model: nn.Module, mask: Tensor | None) -> AbstractContextManager
     return nullcontext() if attached is None else attached.tokens.real_tokens(mask)
 
 
+def observing(model: nn.Module) -> AbstractContextManager[None]:
+    """Let static sites note the maxima of the forward passes inside the `with` block, for the next publish."""
+    return attachment(model).tokens.observation()
+
+
+def calibrate(model: nn.Module, run: Callable[[], object]) -> None:
+    """Find the first static scales of `model`: `run` makes forward passes in which static sites quantize nothing.
+
+    Raises:
+        RuntimeError: a site that `run` did not reach.
+        ValueError: NaN or Inf at a site, or a model without a plan.
+    """
+    attached = attachment(model)
+    with torch.no_grad(), attached.tokens.observation(open=True):
+        run()
+    for scale in attached.scales.values():
+        scale.refresh()
+
+
+def static_scales(model: nn.Module) -> dict[str, float]:
+    """The frozen maximum of every static site by fused group, exact: what a checkpoint keeps."""
+    return {name: float(scale.amax) for name, scale in attachment(model).scales.items()}
+
+
+def restore_scales(model: nn.Module, saved: Mapping[str, float]) -> None:
+    """Put back what `static_scales` gave.
+
+    Raises:
+        ValueError: it is of another plan.
+    """
+    scales, device = attachment(model).scales, next(model.parameters()).device
+    if scales.keys() != saved.keys():
+        odd = next(iter(scales.keys() ^ saved.keys()))
+        raise ValueError(f"static scales of another plan: {odd} is on one side only")
+    for name, value in saved.items():
+        scales[name].amax = torch.tensor(value, device=device)
+
+
 def _swap_group(attached: Attachment, layers: tuple[LayerPlan, ...], modules: list[nn.Module]) -> None:
     group = WeightGroup(layers, modules) if layers[0].weight else None  # type: ignore[arg-type]
     if group is not None and attached.side == "learner":
@@ -167,8 +210,20 @@ def _wear(module: nn.Module, cls: type[nn.Module], **attributes: object) -> None
 def _site(attached: Attachment, layers: tuple[LayerPlan, ...]) -> ActivationSite | None:
     layer = layers[0]
     name = layer.activation if attached.side == "rollout" else layer.learner_activation
-    if name is None:
+    seen = layer.activation if layer.static else name
+    if seen is None:
         return None
-    site = ActivationSite(name, layer.residual, attached.plan.recipe.scope, attached.tokens, len(layers))
-    attached.sites[layer.group] = site
+    site = ActivationSite(
+        seen,
+        layer.residual,
+        attached.plan.recipe.scope,
+        attached.tokens,
+        len(layers),
+        scale=Calibrator(layer.group) if layer.static else None,
+        quantizes=name is not None,
+    )
+    if site.quantizes:
+        attached.sites[layer.group] = site
+    if site.scale is not None:
+        attached.scales[layer.group] = site.scale
     return site

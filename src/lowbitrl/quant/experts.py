@@ -29,7 +29,6 @@ from lowbitrl.kernels.grouped_w4a16 import align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.linear import ActivationSite, in_place, straight_through
 from lowbitrl.quant.plan import LayerPlan
-from lowbitrl.quant.residual import compensate
 from lowbitrl.quant.stacks import StackLayout, encode_stack, present, select, to_canonical
 
 Dispatch = Literal["eager", "grouped_mm", "batched_mm"]
@@ -271,7 +270,10 @@ class WornExperts:
         up = grouped_w4a16_matmul(x, self.w13.stored(), blocks, bias=bias13)
         h = module._apply_gate(up) if module.has_gate else module.act_fn(up)
         if self.w2.site is not None:
-            h = compensate(h, self.w2.site.format, self.w2.site.residual, "token")
+            real = self.w2.site._real(hidden)
+            by_choice = None if real is None else real.reshape(-1).repeat_interleave(top_k_index.shape[-1])
+            quantized = self.w2.site.quantized(h, by_choice)
+            h = h if quantized is None else quantized
         y = grouped_w4a16_matmul(h, self.w2.stored(), blocks, bias=bias2)
         if getattr(module, "has_post_expert_norm", False):
             y = module.post_expert_norm(y)
@@ -287,11 +289,11 @@ def quantize_rows(site: ActivationSite, h: Tensor, real: Tensor | None, groups: 
     with torch.no_grad():
         if site.residual and site.scope == "batch" and groups.spans:
             spans = [slice(first, stop) for _, first, stop in groups.spans]
-            parts = [compensate(h[s], site.format, site.residual, "batch", _rows(real, s)) for s in spans]
-            quantized = torch.cat(parts)
+            parts = [site.quantized(h[s], _rows(real, s)) for s in spans]
+            quantized = torch.cat([p for p in parts if p is not None]) if parts[0] is not None else None
         else:
-            quantized = compensate(h, site.format, site.residual, "token")
-    return straight_through(h, quantized)
+            quantized = site.quantized(h, real)
+    return h if quantized is None else straight_through(h, quantized)
 
 
 def _rows(mask: Tensor | None, index: Tensor | slice) -> Tensor | None:

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbitrl.formats import Format, QuantizedTensor, get_format
+from lowbitrl.formats import Calibrator, Format, QuantizedTensor, get_format
 from lowbitrl.formats.format import absmax
 from lowbitrl.kernels.w4a16 import w4a16_matmul
 from lowbitrl.kernels.w4a16_choice import prefers_cublas
 from lowbitrl.kernels.w8a8 import w8a8_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.plan import LayerPlan
-from lowbitrl.quant.recipe import Scope
+from lowbitrl.quant.recipe import STATIC, Scope
 from lowbitrl.quant.residual import compensate
 
 if TYPE_CHECKING:
@@ -31,10 +31,17 @@ if TYPE_CHECKING:
 
 
 class TokenContext:
-    """Which tokens of the current forward pass are real; one object shared by a model's sites."""
+    """Which tokens of the current forward pass are real; one object shared by a model's sites.
+
+    Attributes:
+        observing: static sites note the maxima of what they see. open: those leave their inputs as
+            they are, for the pass that finds the first scales.
+    """
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
+        self.observing = False
+        self.open = False
 
     @contextmanager
     def real_tokens(self, mask: Tensor | None) -> Iterator[None]:
@@ -44,6 +51,16 @@ class TokenContext:
             yield
         finally:
             self.real = previous
+
+    @contextmanager
+    def observation(self, open: bool = False) -> Iterator[None]:
+        """Set `observing`, and `open` if asked for, for the forward passes inside."""
+        previous = self.observing, self.open
+        self.observing, self.open = True, open
+        try:
+            yield
+        finally:
+            self.observing, self.open = previous
 
 
 class WeightGroup:
@@ -102,12 +119,25 @@ class ActivationSite:
 
     Args:
         members: how many linears read the input; the result is dropped after the last of them.
+        scale: holds the static maximum; None where every row measures its own.
+        quantizes: False for a learner's site that only observes what the rollout's will quantize.
     """
 
     def __init__(
-        self, format_name: str, residual: float, scope: Scope, tokens: TokenContext, members: int = 1
+        self,
+        format_name: str,
+        residual: float,
+        scope: Scope,
+        tokens: TokenContext,
+        members: int = 1,
+        *,
+        scale: Calibrator | None = None,
+        quantizes: bool = True,
     ) -> None:
         self.format = get_format(format_name)
+        self.repair = get_format(_DYNAMIC.get(format_name, format_name))
+        self.scale = scale
+        self.quantizes = quantizes
         self.residual = residual
         self.scope: Scope = scope
         self.tokens = tokens
@@ -115,16 +145,28 @@ class ActivationSite:
         self._memo: _Memo | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., K): quantize-dequantize with a straight-through gradient."""
-        return straight_through(x, self._once(x, self._compensated))
+        """(..., K) -> (..., K): quantize-dequantize with a straight-through gradient.
+
+        Raises:
+            RuntimeError: a static site without a scale: no update or calibration has brought one.
+        """
+        quantized = self._once(x, lambda exact: self.quantized(exact, self._real(exact)))
+        return x if quantized is None else straight_through(x, quantized)
 
     def codes(self, x: Tensor) -> QuantizedTensor:
-        """The bytes whose values `__call__` gives; only where there is no residual."""
+        """The bytes whose values `__call__` gives; only where there is no residual and no static scale."""
         assert not self.residual
+        assert self.scale is None
         return self._once(x, lambda exact: self.format.quantize(exact, check=False))
 
-    def _compensated(self, x: Tensor) -> Tensor:
-        return compensate(x, self.format, self.residual, self.scope, self._real(x))
+    def quantized(self, x: Tensor, real: Tensor | None) -> Tensor | None:
+        """X~ of rows (..., K), observed on the way; None where the input stays as it is."""
+        if self.scale is not None and self.tokens.observing:
+            self.scale.observe(x, real)
+        if not self.quantizes or (self.scale is not None and self.tokens.open):
+            return None
+        amax = None if self.scale is None else self.scale.amax
+        return compensate(x, self.format, self.residual, self.scope, real, amax=amax, repair=self.repair)
 
     def _once(self, x: Tensor, quantize: Callable[[Tensor], Any]) -> Any:
         """`quantize(x)`, made for the first member that asks and dropped after the last."""
@@ -148,6 +190,9 @@ class ActivationSite:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_memo": None}
+
+
+_DYNAMIC = {static: dynamic for dynamic, static in STATIC.items()}
 
 
 @dataclass

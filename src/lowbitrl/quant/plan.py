@@ -20,7 +20,7 @@ from torch import nn
 from lowbitrl.formats import get_format
 from lowbitrl.formats.fp8 import TILE
 from lowbitrl.quant import topology
-from lowbitrl.quant.recipe import Precision, Recipe
+from lowbitrl.quant.recipe import STATIC, Precision, Recipe
 from lowbitrl.quant.stacks import StackLayout, layout_of
 
 SMALLER_INT4_GROUPS = (128, 64, 32, 16)
@@ -66,6 +66,11 @@ class LayerPlan:
     def quantized(self) -> bool:
         """Whether either side of this module leaves BF16."""
         return self.weight is not None or self.activation is not None
+
+    @property
+    def static(self) -> bool:
+        """Whether its input has a calibrated scale, which ships with the weights."""
+        return self.activation in STATIC.values()
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,23 @@ class Plan:
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", self.summary()])
+        notes = [f"not batch-invariant: {reason}" for reason in self.batch_dependence]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", self.summary(), *notes])
+
+    @cached_property
+    def batch_dependence(self) -> tuple[str, ...]:
+        """Why a completion's arithmetic depends on what shares its batch; empty where it does not."""
+        reasons = []
+        if self.recipe.scope == "batch" and any(layer.residual for layer in self.quantized):
+            reasons.append(
+                "residual channels are chosen over the whole batch (recipe.residual_scope='token' chooses them a row)"
+            )
+        dynamic = {layer.activation for layer in self.quantized if layer.activation and not layer.static}
+        for name in sorted(name for name in dynamic if not get_format(name).is_batch_invariant):
+            reasons.append(
+                f"{name} activations share one dynamic scale (recipe.activation_scale='token' does not)"
+            )
+        return tuple(reasons)
 
     def summary(self) -> str:
         """Counts, share of weights quantized, digest: the line printed at start."""
@@ -159,6 +180,7 @@ class Plan:
             f"plan {self.digest}: {len(self.quantized)} of {len(self.layers)} modules quantized, "
             f"{low / max(total, 1):.1%} of {total / 1e6:.1f}M weights; rollout {self.recipe.rollout}, "
             f"learner {self.recipe.learner}, residual {self.recipe.residual:g} per {self.recipe.scope}"
+            + (", static activation scales" if any(layer.static for layer in self.quantized) else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -320,7 +342,8 @@ def _numel(layer: LayerPlan) -> int:
 
 
 def _row(layer: LayerPlan) -> tuple[str, ...]:
-    note = layer.reason or (f"residual {layer.residual:g}" if layer.residual else "")
+    parts = ["static scale"] * layer.static + [f"residual {layer.residual:g}"] * bool(layer.residual)
+    note = layer.reason or ", ".join(parts)
     if layer.group and layer.group != layer.name:
         note = f"{note}, scale of {layer.group.rpartition('.')[2]}".lstrip(", ")
     formats = (layer.weight, layer.activation, layer.learner_weight, layer.learner_activation)

@@ -36,7 +36,10 @@ PRECISIONS: dict[str, Precision] = {
     "mxfp4": Precision("mxfp4", "mxfp4"),
     "mxfp8": Precision("mxfp8", "mxfp8"),
 }
-FP4_ACTIVATIONS = ("nvfp4-token", "mxfp4")
+STATIC = {"nvfp4-token": "nvfp4-tensor", "fp8-token": "fp8-tensor:vllm"}
+"""Dynamic activation format -> the one under a calibrated scale. A plan that names the latter is static."""
+FP4_ACTIVATIONS = ("nvfp4-token", "nvfp4-tensor", "mxfp4")
+ScaleSource = Literal["token", "static"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,10 @@ class Recipe:
             the real tokens of the forward pass, so a completion depends on its batch) or per
             "token". Unset: "batch", and "token" under `learner="full"`, where a batch-wide
             choice would differ between the two sides by construction.
+        activation_scale: "token", every row measures its own (the default), or "static": one
+            maximum a site, seen by the learner in the last step and shipped with the weights, the
+            scale that W4A4 and FP8 checkpoints of other engines hold. FP4 and FP8 activations of
+            rollouts "nvfp4", "nvfp4-w16a4", "fp8", "int4-fp8" and "nvfp4-fp8" have one.
         keep: glob patterns over whole module names whose weights stay in BF16 on both sides;
             `*` crosses dots. Unset: the output head and MoE routers. An empty tuple keeps
             nothing. A pattern that matches no module is an error when the plan is made.
@@ -76,6 +83,7 @@ class Recipe:
     residual: float = 0.0
     residual_sites: dict[Site, float] | None = field(default=None, hash=False)
     residual_scope: Scope | None = None
+    activation_scale: ScaleSource = "token"
     keep: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -83,6 +91,7 @@ class Recipe:
         _check_choice("learner", self.learner, get_args(Alignment))
         if self.residual_scope is not None:
             _check_choice("residual_scope", self.residual_scope, get_args(Scope))
+        self._check_activation_scale()
         for site in self.residual_sites or ():
             _check_choice("residual_sites", site, get_args(Site))
         for fraction in (self.residual, *(self.residual_sites or {}).values()):
@@ -101,10 +110,27 @@ class Recipe:
         if self.keep is not None and not isinstance(self.keep, tuple):
             object.__setattr__(self, "keep", tuple(self.keep))
 
+    def _check_activation_scale(self) -> None:
+        if self.activation_scale == "batch":
+            raise ValueError(
+                "activation_scale='batch': under one dynamic scale for a whole forward pass a batch-mate changes "
+                "a row's codes, so log-probabilities depend on the batch; use 'token' or 'static'"
+            )
+        _check_choice("activation_scale", self.activation_scale, get_args(ScaleSource))
+        dynamic = PRECISIONS[self.rollout].activation
+        if self.activation_scale == "static" and dynamic not in STATIC:
+            raise ValueError(
+                f"activation_scale='static' needs activations with a scale a tensor, but rollout={self.rollout!r} has "
+                f"{dynamic or 'BF16'} activations; set activation_scale='token', or use rollout='nvfp4' or 'fp8'"
+            )
+
     @property
     def precision(self) -> Precision:
         """Formats of the rollout side."""
-        return PRECISIONS[self.rollout]
+        dynamic = PRECISIONS[self.rollout]
+        if self.activation_scale == "token" or dynamic.activation is None:
+            return dynamic
+        return Precision(dynamic.weight, STATIC[dynamic.activation])
 
     @property
     def learner_precision(self) -> Precision:

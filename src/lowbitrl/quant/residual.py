@@ -53,13 +53,23 @@ def select_channels(scores: Tensor, count: int) -> Tensor:
 
 
 def compensate(
-    x: Tensor, activation: Format, fraction: float, scope: Scope = "batch", real: Tensor | None = None
+    x: Tensor,
+    activation: Format,
+    fraction: float,
+    scope: Scope = "batch",
+    real: Tensor | None = None,
+    *,
+    amax: Tensor | None = None,
+    repair: Format | None = None,
 ) -> Tensor:
     """X~ of QUADS eq. 21.
 
     Args:
         x: (..., K) activations, any float dtype.
         activation: the FP4 activation format of both passes; each pass has its own scales.
+        amax: static maximum of the first pass; its own dynamic one if None.
+        repair: format of the second pass where it is not the first's: under a static maximum the
+            error still needs a dynamic one.
         fraction: share of channels repaired, 0..1; 0 is the plain quantizer.
         scope: "batch" scores columns over real tokens; "token" picks channels row by row, which
             makes a row independent of its batch.
@@ -69,11 +79,11 @@ def compensate(
         (..., K) in x.dtype.
     """
     exact = x.float()
-    first = activation.fake_quantize(exact, check=False)
+    first = activation.fake_quantize(exact, amax=amax, check=False)
     if not fraction:
         return first.to(x.dtype)
     error = first - exact
-    second = activation.fake_quantize(error, check=False)
+    second = (repair or activation).fake_quantize(error, check=False)
     count = channel_count(x.shape[-1], fraction)
     if count < x.shape[-1]:
         scores = channel_scores(error, real) if scope == "batch" else error.abs()

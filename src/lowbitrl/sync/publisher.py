@@ -21,8 +21,9 @@ class Publication:
 
     Attributes:
         tensors: quantized weights as "m.qdata", "m.scale", "m.global_scale", a stack of experts
-            whole (`quant.export` takes stacks apart for checkpoints and other engines); the rest
-            by parameter name, in the compute dtype.
+            whole (`quant.export` takes stacks apart for checkpoints and other engines); the static
+            maximum of a fused group's input as "m.input_amax", fp32 (), m being its first member;
+            the rest by parameter name, in the compute dtype.
         manifest: what an engine verifies.
     """
 
@@ -40,11 +41,15 @@ def publish(learner: nn.Module, version: int) -> Publication:
     Bytes are handed over by reference: encoding makes new tensors for every version, so they never
     change. BF16 parameters are written in place by the optimizer, so they are copied here, once.
 
+    Static scales are refreshed here: they become the maxima seen under `quant.observing` since the
+    last publish, or stay where nothing was seen.
+
     Args:
         learner: a model prepared with side="learner".
 
     Raises:
-        ValueError: a weight holds NaN or Inf (named), or the model was never prepared.
+        ValueError: a weight or an observed input holds NaN or Inf (named), or the model was never prepared.
+        RuntimeError: a static site that never saw an activation; call `quant.calibrate` first.
     """
     attached = attachment(learner)
     tensors: dict[str, Tensor] = {}
@@ -54,6 +59,8 @@ def publish(learner: nn.Module, version: int) -> Publication:
     for name, parameter in learner.named_parameters():
         if name not in shipped:
             tensors[name] = _snapshot(name, parameter)
+    for name, scale in attached.scales.items():
+        tensors[f"{name}.input_amax"] = scale.refresh().clone()
     return Publication(tensors, Manifest.of(version, attached.plan.digest, tensors))
 
 

@@ -19,7 +19,7 @@ from lowbitrl.objectives import (
     mismatch_metrics,
     policy_loss,
 )
-from lowbitrl.quant import attachment, recomputation
+from lowbitrl.quant import attachment, observing, recomputation
 from lowbitrl.trainer.batch import TrainingBatch, micro_batches
 from lowbitrl.trainer.config import ObjectiveConfig, TrainerConfig
 from lowbitrl.trainer.logprobs import check_head, response_logprobs
@@ -122,18 +122,28 @@ class Trainer:
         scores, chosen = self._score(batch, lambda micro: RoutePass())
         return scores, dataclasses.replace(batch, routes=tuple(chosen[row] for row in range(len(batch))))
 
-    # Whatever ran before may have switched gradients off for good: a reward model's file does, as a rule.
-    @torch.enable_grad()
     def update(self, batch: TrainingBatch, step: int) -> Metrics:
         """Train on one batch of rollouts.
 
         With one optimizer step a batch and no correction that rejects, the log-probabilities of
         that step's own forward are the old ones (the policy has not moved): one pass less.
+        Static activation scales observe the passes, for the next publish.
 
         Raises:
             NonFiniteError: naming the step and what was not finite; parameters are as before the
                 optimizer step that failed.
         """
+        # Whatever ran before may have switched gradients off for good: a reward model's file does, as a rule.
+        with torch.enable_grad(), observing(self.model):
+            metrics = self._update(batch, step)
+        scales = attachment(self.model).scales.values()
+        # Inputs that passed the maximum they were scaled by: they saturated wherever it was in use.
+        saturated = (
+            {"quant/saturated_sites": sum(s.overflows for s in scales) / len(scales)} if scales else {}
+        )
+        return metrics | saturated
+
+    def _update(self, batch: TrainingBatch, step: int) -> Metrics:
         old = None
         if self._needs_old(len(batch)):
             old, batch = self._first_score(batch)

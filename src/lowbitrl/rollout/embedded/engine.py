@@ -155,6 +155,10 @@ class EmbeddedEngine:
                 raise ValueError(f"{name} must come as {shape}, found {found}")
             else:
                 yield partial(_replace, parameters[name]), staged[name].to(self.model.device)
+        for name, scale in attachment(self.model).scales.items():
+            if f"{name}.input_amax" not in staged:
+                raise ValueError(f"{name} is planned with a static scale of its input, but none came for it")
+            yield partial(setattr, scale, "amax"), staged[f"{name}.input_amax"].to(self.model.device)
 
     def encoded(self) -> dict[str, QuantizedTensor]:
         """The bytes served now, by the plan's names."""
