@@ -64,7 +64,10 @@ class EmbeddedEngine:
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} decodes nothing; give at least 1")
         if record_routing and scheduler not in ("auto", "batch"):
-            raise ValueError(f"routing is recorded by scheduler='batch', not by {scheduler!r}")
+            raise ValueError(
+                f"routing is recorded by scheduler='batch', not by {scheduler!r} ('continuous' mixes requests, 'graph' "
+                "runs no Python a token); set scheduler='batch' or record_routing=False"
+            )
         if scheduler == "graph" and (reason := why_unavailable(model)):
             raise ValueError(f"scheduler='graph' cannot serve this model: {reason}; use 'batch'")
         if record_routing and not attached.routing.names:
