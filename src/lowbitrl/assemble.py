@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +207,8 @@ def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> che
         )
     saved.restore(trainer.optimizer)
     # Checkpoints of before static scales have none, and their plans no site for one.
-    for model, scales in zip_longest(
-        _static_models(trainer), saved.state.get("input_amax", ()), fillvalue={}
-    ):
+    models = _static_models(trainer)
+    for model, scales in zip(models, saved.state.get("input_amax", [{}] * len(models)), strict=True):
         restore_scales(model, scales)
     say(f"resumed from {saved.path}")
     return saved
