@@ -1,7 +1,10 @@
 """A run's checkpoint on disk for others: the bytes that the run served, and a model transformers loads."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowbitrl import assemble
@@ -68,3 +71,27 @@ def test_mistakes_name_the_remedy(run, tmp_path):
 def test_best_is_the_highest_score_kept(run, tmp_path):
     path, _ = run
     assert any("step-00000" in note for note in export_run(path, tmp_path / "out", "best"))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "layout", "part"),
+    [
+        ("nvfp4", "compressed-tensors", "input_global_scale"),
+        ("nvfp4", "modelopt", "input_scale"),
+        ("fp8", "compressed-tensors", "input_scale"),
+    ],
+)
+def test_static_scales_of_the_run_are_written(tmp_path, rollout, layout, part):
+    recipe = {"rollout": rollout, "residual": 0.0, "activation_scale": "static"}
+    path = train(config(tmp_path, recipe=recipe, trainer={"steps": 2}), say=lambda line: None)
+    export_run(path, tmp_path / "out", layout=layout)
+    state = json.loads((path / "checkpoints" / "step-000002" / "state.json").read_text())
+    read, on_disk = load_quantized(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["config_groups"]["group_0"]["input_activations"]["dynamic"] in (False, "local")
+    largest = 448.0 * (6.0 if rollout == "nvfp4" else 1.0)
+    assert len(state["input_amax"][0]) == 8
+    for group, amax in state["input_amax"][0].items():
+        assert f"{group}.{part}" in on_disk
+        assert float(read.input_scales[group]) == pytest.approx(amax / largest, rel=1e-6)
+    assert read.input_scales.keys() == read.weights.keys()

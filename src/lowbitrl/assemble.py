@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,8 +264,7 @@ def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluati
     keep = config.rollout.keep_decoded_experts
     say(prepare(model, config.recipe, "rollout", keep_decoded_experts=keep).summary())
     if saved is not None:
-        scales = json.loads((saved / "state.json").read_text()).get("input_amax", [{}])
-        restore_scales(model, scales[0])
+        restore_scales(model, checkpoint.state_of(saved).get("input_amax", [{}])[0])
     else:
         _calibrate(config, task, tokenizer, model)
     return evaluate(

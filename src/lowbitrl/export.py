@@ -41,7 +41,9 @@ def export_run(
         write_dense(model.bfloat16(), tokenizer, out)
         return (f"weights of {chosen}",)
     wanted = load_config(recipe).recipe if recipe else config.recipe
-    written = write_quantized(model, tokenizer, wanted, out, layout)
+    # Another recipe's sites are others; its static scales would need texts.
+    scales = None if recipe else checkpoint.state_of(chosen).get("input_amax", [{}])[0]
+    written = write_quantized(model, tokenizer, wanted, out, layout, input_amax=scales)
     return (f"weights of {chosen}", written.plan.summary(), *written.notes)
 
 

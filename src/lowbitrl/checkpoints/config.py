@@ -30,6 +30,7 @@ PRESETS = {
 """Weight format -> the preset of compressed-tensors whose weights are meant."""
 ACTIVATION_PRESETS = {
     "fp8-token": "FP8_DYNAMIC",
+    "fp8-tensor:vllm": "FP8",
     "fp8-1x128": "FP8_BLOCK",
     "int8-token": "INT8",
     "nvfp4-token": "NVFP4",

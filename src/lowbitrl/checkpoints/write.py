@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +31,11 @@ from lowbitrl.checkpoints.config import (
 )
 from lowbitrl.formats import Calibrator
 from lowbitrl.formats.fp8 import TILE
+from lowbitrl.formats.grids import E4M3_MAX
 from lowbitrl.formats.nvfp4 import encode_global
 from lowbitrl.models import load_model
 from lowbitrl.quant import LayerPlan, Plan, Recipe, export, resolve
+from lowbitrl.quant.recipe import STATIC
 from lowbitrl.sync.wire import Layout, check_layout, representable, translate
 
 if TYPE_CHECKING:
@@ -99,15 +101,25 @@ def write_quantized(
     layout: str = "compressed-tensors",
     *,
     calibration: Sequence[str] = (),
+    input_amax: Mapping[str, float] | None = None,
     shard_size: str | int = SHARD_SIZE,
 ) -> WrittenCheckpoint:
-    """`quantize_checkpoint` of a model in memory; its weights are encoded from the dtype that they have."""
+    """`quantize_checkpoint` of a model in memory; its weights are encoded from the dtype that they have.
+
+    Args:
+        input_amax: static maxima of inputs by fused group, as `quant.static_scales` gives them, in place of
+            calibration texts.
+    """
     layout, out = check_layout(layout), _free(out)
     plan = resolve(recipe, model)
     _check_names(plan, layout)
-    stored, notes = _stored(plan, layout, bool(calibration))
+    stored, notes = _stored(plan, layout, bool(calibration or input_amax))
     notes += split_groups(stored, model)
-    amax = _input_amax(model, tokenizer, stored, calibration)
+    amax = (
+        {name: torch.tensor(value) for name, value in input_amax.items()}
+        if input_amax
+        else _input_amax(model, tokenizer, stored, calibration)
+    )
     tensors = {name: t.detach().contiguous() for name, t in _tensors(model, stored, layout, amax)}
     record = {"lowbitrl": __version__, "layout": layout, "plan": plan.to_dict(), "notes": notes}
     with _whole_or_absent(out) as partial:
@@ -140,6 +152,13 @@ def _stored(plan: Plan, layout: Layout, calibrated: bool) -> tuple[Plan, list[st
             notes[
                 "int4 weights carry their BF16 group scales; the W4A8 kernel makes its FP8 ones of them"
             ] = None
+        if activation == STATIC["nvfp4-token"]:
+            activation = (
+                "nvfp4-token"  # A checkpoint's NVFP4 activations are static, whatever the recipe's are.
+            )
+        if activation == STATIC["fp8-token"] and not calibrated:
+            activation = "fp8-token"
+            notes["written with dynamic FP8 activations: a static scale needs calibration texts"] = None
         if activation == "nvfp4-token" and not calibrated:
             activation = None
             notes[
@@ -169,12 +188,26 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     yield from translate(export(_named(model), plan), plan, layout)
     for group, peak in amax.items():
+        row = plan.groups[group][0]
+        if row.activation is None:
+            continue  # A note says that this row was written weight-only.
         encode, decode = encode_global(peak)
-        for layer in plan.groups[group]:
-            if layout == "modelopt":
-                yield f"{layer.name}.input_scale", decode.clone()
+        for name in _names_on_disk(plan, group):
+            if row.activation == STATIC["fp8-token"]:
+                yield f"{name}.input_scale", (peak / E4M3_MAX).reshape(1)
+            elif layout == "modelopt":
+                yield f"{name}.input_scale", decode.clone()
             else:
-                yield f"{layer.name}.input_global_scale", encode.reshape(1).clone()
+                yield f"{name}.input_global_scale", encode.reshape(1).clone()
+
+
+def _names_on_disk(plan: Plan, group: str) -> Iterator[str]:
+    """The matrices that read a fused group's input; every expert's where they are stacked."""
+    for layer in plan.groups[group]:
+        if layer.layout is None:
+            yield layer.name
+        else:
+            yield from (name.format(e) for name in layer.layout.names for e in range(layer.shape[0]))
 
 
 def _named(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -192,7 +225,9 @@ def _input_amax(
 ) -> dict[str, Tensor]:
     """Largest |input| of each fused group with static activations, over `texts` through the BF16 model."""
     sites = {
-        name: Calibrator(name) for name, group in plan.groups.items() if group[0].activation == "nvfp4-token"
+        name: Calibrator(name)
+        for name, group in plan.groups.items()
+        if group[0].activation in ("nvfp4-token", STATIC["fp8-token"])
     }
     if not sites:
         return {}

@@ -82,9 +82,14 @@ def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     for path in reversed(_steps(folder)):
         fault = _fault(path)
         if fault is None:
-            return Checkpoint(path, json.loads((path / "state.json").read_text())), damaged
+            return Checkpoint(path, state_of(path)), damaged
         damaged.append(f"{path} is damaged ({fault}) and was skipped")
     return None, damaged
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """The loop state of a checkpoint folder."""
+    return json.loads((path / "state.json").read_text())
 
 
 @torch.no_grad()
