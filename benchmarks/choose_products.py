@@ -28,8 +28,8 @@ from lowbitrl.kernels.w4a16_cuda import launch_w4a16
 from lowbitrl.kernels.weights4 import Weight4, describe
 
 FORMATS = ("nvfp4", "int4-g128")
-DENSE = ((12288, 4096), (4096, 4096), (4096, 12288), (2048, 2048))
-TOKENS = (8, 16, 32, 64, 128, 256, 512, 4096)
+DENSE = ((12288, 4096), (4096, 4096), (2048, 2048))
+TOKENS = (8, 16, 32, 64, 128, 256, 512)
 STACKS = ((1536, 2048), (2048, 768))
 EXPERTS, CHOICES = 128, 8
 # Tokens of a layer whose experts get about a block each.

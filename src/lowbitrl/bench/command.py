@@ -36,7 +36,10 @@ def run_suite(suite: str, out: Path, only: Sequence[str] = ()) -> Bench:
         if name not in known:
             raise ValueError(f"suite {suite} has no benchmark {name!r}; known: {', '.join(known) or 'none'}")
     bench = Bench(suite, " ".join(["lowbitrl bench", suite, *(f"--only {name}" for name in only)]))
-    for name in only or known:
-        importlib.import_module(known[name]).run(bench)
-    bench.save(out)
+    try:
+        for name in only or known:
+            importlib.import_module(known[name]).run(bench)
+    finally:
+        # What was measured before a failure stays.
+        bench.save(out)
     return bench
