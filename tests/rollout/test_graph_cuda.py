@@ -17,8 +17,8 @@ SAMPLING = Sampling(max_tokens=20, stop_token_ids=(1, 2, 3))
 SEEDS = [1, 2, 3, 4]
 
 
-def engine_of(scheduler, rollout="nvfp4"):
-    model = tiny_llama(torch.float32).cuda()
+def engine_of(scheduler, rollout="nvfp4", dtype=torch.float32):
+    model = tiny_llama(dtype).cuda()
     prepare(model, Recipe(rollout=rollout, residual=0.5 if rollout == "nvfp4" else 0.0), "rollout")
     return EmbeddedEngine(model, scheduler)
 
@@ -36,9 +36,13 @@ def test_a_graph_samples_what_the_batch_scheduler_does(rollout):
         assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-4)
 
 
-def test_a_captured_graph_follows_identity_updates_and_a_changed_scale_alone():
-    """Pointers stay valid: the graph captured before the updates serves what came with each."""
-    engine = engine_of("graph")
+@pytest.mark.parametrize(("rollout", "dtype"), [("nvfp4", torch.float32), ("nvfp4-w4a16", torch.bfloat16)])
+def test_a_captured_graph_follows_identity_updates_and_a_changed_scale_alone(rollout, dtype):
+    """Pointers stay valid: the graph captured before the updates serves what came with each.
+
+    In BF16 the graph reads the published bytes themselves, in fp32 what was decoded from them.
+    """
+    engine = engine_of("graph", rollout, dtype)
     first = sampled(engine)
     linears = [m for m in engine.model.modules() if isinstance(m, RolloutLinear) and m.encoded is not None]
     for _ in range(2):
