@@ -31,5 +31,5 @@ def emulated_library(tmp_path_factory):
 def emulated(emulated_library, monkeypatch):
     """The launcher's functions reach the emulated kernels."""
     monkeypatch.setattr(w4a16_cuda, "library", lambda: emulated_library)
-    monkeypatch.setattr(w4a16_cuda, "stream", lambda: ctypes.c_void_p(None))
+    monkeypatch.setattr(w4a16_cuda, "stream", lambda device: ctypes.c_void_p(None))
     monkeypatch.setattr(w4a16_cuda, "architecture", lambda: cuda_library.WITH_GROUPS)

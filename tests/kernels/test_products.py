@@ -10,7 +10,7 @@ from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import w4a4_matmul, w4a8_matmul, w4a16_matmul, w8a8_matmul, why_unavailable
 from lowbitrl.kernels.grouped_w4a16 import align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.w4a4 import block_values, native_operands
-from lowbitrl.kernels.weights4 import factors
+from lowbitrl.kernels.weights4 import describe, factors
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -75,6 +75,38 @@ def test_w4a16_extremes_and_strides(device):
             flat = x.reshape(-1, 256)
             rows = [0, 2, 3, 4, 5]
             within_bound(got.view(6, 40)[rows], flat[rows].double(), values.double(), scale.double())
+
+
+def test_operands_that_are_not_contiguous(device):
+    weight = get_format("nvfp4").quantize(torch.randn(32, 128, device=device))
+    sparse = {n: torch.stack([t, t], 1)[:, 0] for n, t in weight.tensors().items() if t.dim() == 2}
+    views = QuantizedTensor(sparse["qdata"], sparse["scale"], weight.global_scale, weight.shape, "nvfp4")
+    x = torch.randn(4, 128, device=device).bfloat16()
+    one_for_all = torch.full((1,), 0.5, device=device)
+    for backend in ("reference", *backends(device, "triton", "cuda")):
+        wanted = w4a16_matmul(x, weight, token_scale=one_for_all.repeat(4), backend=backend)
+        got = w4a16_matmul(x, views, token_scale=one_for_all.expand(4), backend=backend)
+        assert torch.equal(got, wanted)
+
+
+def test_ops_trace(device):
+    """Schema and fake of the custom ops agree with what they do."""
+    weight = get_format("nvfp4").quantize(torch.randn(32, 64, device=device))
+    x = torch.randn(4, 64, device=device).bfloat16()
+    w = describe(weight)
+    # opcheck compares arguments before and after, which torch cannot do in float8.
+    args = (x, w.codes, w.scale.view(torch.uint8), w.global_scale, None, None, w.group, w.nvfp4, "triton")
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.lowbitrl.w4a16_matmul.default, args, test_utils=checks)
+    codes = get_format("int8-token").quantize(x).qdata
+    ones = torch.ones(4, device=device)
+    torch.library.opcheck(
+        torch.ops.lowbitrl.w8a8_matmul.default,
+        (codes, codes, ones, ones, None, "int8", "triton"),
+        test_utils=checks,
+    )
+    ids = torch.randint(0, 8, (12,), dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.lowbitrl.align_experts.default, (ids, 8, 16, False), test_utils=checks)
 
 
 def test_refusals_name_the_remedy(device):

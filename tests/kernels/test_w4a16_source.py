@@ -82,6 +82,15 @@ def test_rows_of_a_wider_tensor_and_tokens_whose_number_is_odd():
     assert product(wide[:0, :128], weight).shape == (0, 64)
 
 
+def test_bytes_that_start_anywhere():
+    weight = get_format("nvfp4").quantize(torch.randn(64, 128).bfloat16())
+    shifted = torch.empty(weight.qdata.numel() + 3, dtype=torch.uint8)[3:].view(64, 64)
+    shifted.copy_(weight.qdata)
+    moved = QuantizedTensor(shifted, weight.scale, weight.global_scale, weight.shape, weight.format)
+    x = torch.randn(3, 128).bfloat16()
+    assert torch.equal(product(x, moved), product(x, weight))
+
+
 BUILT = re.findall(
     r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false)\)", (SOURCES / "w4a16_variants.h").read_text()
 )

@@ -47,9 +47,9 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def stream() -> ctypes.c_void_p:
-    """The current stream."""
-    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+def stream(device: torch.device) -> ctypes.c_void_p:
+    """The current stream of a device."""
+    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
 
 
 def check(code: int, what: str) -> None:

@@ -94,7 +94,7 @@ def grouped_w4a16_matmul(
     if total and (not rows or total % rows):
         raise ValueError(f"x has {rows} rows for {total} routed ones; give one a token or one a choice")
     per_row = total // rows if rows else 1
-    scales = None if token_scale is None else token_scale.reshape(-1)
+    scales = None if token_scale is None else token_scale.reshape(-1).contiguous()
     if blocks.backend == REFERENCE:
         return reference(x, weight, blocks.ids, bias, scales)
     w = describe(weight)

@@ -55,7 +55,7 @@ def w4a16_matmul(
     _check(x, weight, token_scale)
     rows = x.reshape(-1, x.shape[-1])
     chosen = choose("w4a16_matmul", backend, x.device, candidates(rows.shape[0], weight))
-    scales = None if token_scale is None else token_scale.reshape(-1)
+    scales = None if token_scale is None else token_scale.reshape(-1).contiguous()
     if chosen == REFERENCE:
         y = reference(rows, weight, bias, scales)
     else:

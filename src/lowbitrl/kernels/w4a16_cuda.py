@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .cuda_library import WITH_GROUPS, address, architecture, check, library, stream
@@ -43,8 +44,11 @@ def launch_w4a16(
     m, n = out.shape
     if not m or not n:
         return
+    # Loads are 16 bytes wide: rows and bases must start at multiples of that.
     if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)
+    if codes.data_ptr() % 16:
+        codes = codes.clone()
     k = x.shape[-1]
     variant, splits = plan or plan_for(nvfp4, m, n, k, block)
     token_blocks = experts.numel() if experts is not None else -(-m // (variant.tiles * TOKENS_A_TILE))
@@ -53,7 +57,7 @@ def launch_w4a16(
         address(token_scale), address(bias), address(out), address(slots), address(experts),
         m, n, k, group, x.stride(0), slots_per_row, token_blocks,
         variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, splits,
-        phase_for(variant, k, splits), stream(),
+        phase_for(variant, k, splits), stream(x.device),
     )  # fmt: skip
     check(code, "w4a16")
 
@@ -63,6 +67,13 @@ def launch_align(
 ) -> None:
     """Fill ``slots`` (blocks * block,) and ``block_expert`` (blocks,), both int32, from int32 ids (S,)."""
     code = library().lowbitrl_moe_align(
-        address(ids), ids.numel(), experts, block, blocks, address(slots), address(block_expert), stream()
+        address(ids),
+        ids.numel(),
+        experts,
+        block,
+        blocks,
+        address(slots),
+        address(block_expert),
+        stream(ids.device),
     )
     check(code, "moe_align")

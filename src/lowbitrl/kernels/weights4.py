@@ -43,8 +43,8 @@ def describe(weight: QuantizedTensor) -> Weight4:
     nvfp4 = isinstance(get_format(weight.format), Nvfp4)
     decode = weight.global_scale
     group = weight.shape[-1] // weight.scale.shape[-1] if weight.scale.shape[-1] else NVFP4_GROUP
-    flat = None if decode is None else decode.reshape(-1)
-    return Weight4(weight.qdata, weight.scale, flat, group, nvfp4)
+    flat = None if decode is None else decode.reshape(-1).contiguous()
+    return Weight4(weight.qdata.contiguous(), weight.scale.contiguous(), flat, group, nvfp4)
 
 
 def why_not_weight4(weight: QuantizedTensor) -> str | None:

@@ -373,12 +373,8 @@ int launch(const Problem& p, int token_blocks, int splits, int phase, cudaStream
     const size_t staged = size_t(phase) * CHUNK * TILES * 8 * 2, sums = size_t(TILES) * 8 * (HEIGHT + 4) * 4;
     const size_t bytes = (staged > sums ? staged : sums) + TILES * 8 * 2 * sizeof(int);
     auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP>;
-    static bool prepared = false;
-    if (!prepared) {
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 220 * 1024);
-        if (error != cudaSuccess) return error;
-        prepared = true;
-    }
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks);
     config.blockDim = dim3(WARPS * 32);
