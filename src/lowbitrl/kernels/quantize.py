@@ -1,0 +1,200 @@
+"""``quantize`` and ``fake_quantize`` of any format, by the fastest backend that gives the reference's bits.
+
+    quantize(x, "nvfp4")              == get_format("nvfp4").quantize(x), byte for byte
+    fake_quantize(x, "fp8-token")     == get_format("fp8-token").fake_quantize(x), bit for bit
+
+No host synchronization, so CUDA graphs can capture both; NaN and Inf are not looked for and decode to NaN.
+The Triton kernels read x once and write once. Only NVFP4 with one scale a tensor and no ``amax`` reads it
+twice: once for the maximum, once, from the end, so that the cache still holds what was read last.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbitrl.formats import Format, QuantizedTensor, get_format
+from lowbitrl.formats.blocked import Blocked
+from lowbitrl.formats.format import absmax as reference_absmax
+from lowbitrl.formats.nvfp4 import Nvfp4
+
+from .backend import AUTO, REFERENCE, TRITON, choose
+
+# A program holds a row in registers: 16 warps hold this many columns before they spill.
+LONGEST_ROW = 1 << 15
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a one-level format looks to ``blocked_triton``: rule, grid, and where its scales lie."""
+
+    rule: str
+    grid: str
+    group: int | None = None
+    tiled: bool = False
+    scale_dtype: torch.dtype = torch.float32
+
+
+NVFP4_FLOORS = {"nvfp4": True, "nvfp4-tensor": False, "nvfp4-token": False, "nvfp4-token:vllm": False}
+BLOCKS = {
+    "fp8-token": Blocks("fp8-token", "e4m3"),
+    "fp8-channel": Blocks("fp8-token", "e4m3"),
+    "fp8-tensor": Blocks("fp8-token", "e4m3"),
+    "fp8-1x128": Blocks("fp8-group", "e4m3", 128),
+    "fp8-block": Blocks("fp8-tile", "e4m3", 128, tiled=True),
+    "int8-token": Blocks("int8", "int8"),
+    "int8-channel": Blocks("int8", "int8"),
+    "mxfp4": Blocks("mxfp4", "e2m1", 32, scale_dtype=torch.uint8),
+    "mxfp8": Blocks("mxfp8", "e4m3", 32, scale_dtype=torch.uint8),
+} | {f"int4-g{g}": Blocks("int4", "int4", g, scale_dtype=torch.bfloat16) for g in (128, 64, 32, 16)}
+
+
+def quantize(
+    x: Tensor, format: str | Format, *, amax: Tensor | None = None, backend: str = AUTO
+) -> QuantizedTensor:
+    """Codes and scales of x (..., K), as ``Format.quantize(x, amax=amax, check=False)``.
+
+    Raises:
+        ValueError: K is not a multiple of the format's block; the backend can't run this.
+    """
+    fmt = get_format(format) if isinstance(format, str) else format
+    if choose("quantize", backend, x.device, _candidates(x, fmt)) == REFERENCE:
+        return fmt.quantize(x, amax=amax, check=False)
+    fmt.check_shape(x.shape)
+    qdata, scale, decode = torch.ops.lowbitrl.quantize(x.detach(), fmt.name, amax)
+    return QuantizedTensor(qdata, scale, decode if isinstance(fmt, Nvfp4) else None, x.shape, fmt.name)
+
+
+def fake_quantize(
+    x: Tensor, format: str | Format, *, amax: Tensor | None = None, backend: str = AUTO
+) -> Tensor:
+    """Values of ``quantize`` in x's dtype, no bytes written between; no gradient."""
+    fmt = get_format(format) if isinstance(format, str) else format
+    if choose("fake_quantize", backend, x.device, _candidates(x, fmt)) == REFERENCE:
+        return fmt.fake_quantize(x.detach(), amax=amax, check=False)
+    fmt.check_shape(x.shape)
+    return torch.ops.lowbitrl.fake_quantize(x.detach(), fmt.name, amax)
+
+
+def absmax(x: Tensor, *, parts: int = 1, backend: str = AUTO) -> Tensor:
+    """fp32 (parts,): max |x| of ``parts`` equal runs of a contiguous x (1: of the tensor); NaN wins."""
+    if choose("absmax", backend, x.device, {TRITON: None, REFERENCE: None}) == REFERENCE:
+        return torch.stack([reference_absmax(part) for part in x.reshape(parts, -1)])
+    return torch.ops.lowbitrl.absmax(x.detach(), parts)
+
+
+def why_not_triton(x: Tensor, fmt: Format) -> str | None:
+    """Why the Triton kernels can't quantize x in this format, None if they can."""
+    if fmt.name in NVFP4_FLOORS:
+        whole_row = fmt.per == "token"
+    elif fmt.name in BLOCKS:
+        whole_row = BLOCKS[fmt.name].group is None
+    else:
+        return f"the rule of {fmt.name} has no kernel"
+    if whole_row and x.dim() and x.shape[-1] > LONGEST_ROW:
+        return f"K={x.shape[-1]} is longer than {LONGEST_ROW}, the row a program can hold"
+    return None
+
+
+def _candidates(x: Tensor, fmt: Format) -> dict[str, str | None]:
+    return {TRITON: why_not_triton(x, fmt), REFERENCE: None}
+
+
+@torch.library.custom_op("lowbitrl::quantize", mutates_args=())
+def _quantize(x: Tensor, format: str, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    fmt, rows, amax = _prepare(x, format, amax)
+    lead, none = x.shape[:-1], x.new_empty(0, dtype=torch.float32)
+    if isinstance(fmt, Nvfp4):
+        qdata, scale, decode = _nvfp4(rows, x, amax, fmt, encode=True)
+        shared = fmt.rule.global_scales(amax)[1] if amax is not None else decode.view(*lead, 1)
+        return qdata.view(*lead, *qdata.shape[1:]), _lines(scale.view(torch.float8_e4m3fn), x), shared
+    assert isinstance(fmt, Blocked)
+    qdata, scale = _blocked(rows, x, amax, fmt, encode=True)
+    qdata = qdata.view(*lead, *qdata.shape[1:])
+    if fmt.per == "tensor":
+        assert amax is not None
+        return qdata, fmt.rule.scale_of(amax), none
+    return qdata, _lines(scale, x, BLOCKS[format].group if BLOCKS[format].tiled else None), none
+
+
+def _lines(scale: Tensor, x: Tensor, tall: int | None = None) -> Tensor:
+    """Scales (lines, S) with x's leading dimensions; where ``tall`` rows share a line, that many fewer."""
+    down = x.shape[:-1] if tall is None else (*x.shape[:-2], -(-x.shape[-2] // tall))
+    return scale.view(*down, scale.shape[1])
+
+
+@torch.library.custom_op("lowbitrl::fake_quantize", mutates_args=())
+def _fake_quantize(x: Tensor, format: str, amax: Tensor | None) -> Tensor:
+    fmt, rows, amax = _prepare(x, format, amax)
+    run = _nvfp4 if isinstance(fmt, Nvfp4) else _blocked
+    return run(rows, x, amax, fmt, encode=False)[0].view(x.shape)  # type: ignore[operator]
+
+
+@torch.library.custom_op("lowbitrl::absmax", mutates_args=())
+def _absmax(x: Tensor, parts: int) -> Tensor:
+    from .absmax_triton import launch_absmax
+
+    return launch_absmax(x.contiguous(), parts)
+
+
+@_quantize.register_fake
+def _(x: Tensor, format: str, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    q = get_format(format).quantize(x, amax=amax, check=False)
+    return q.qdata, q.scale, x.new_empty(0, dtype=torch.float32) if q.global_scale is None else q.global_scale
+
+
+@_fake_quantize.register_fake
+def _(x: Tensor, format: str, amax: Tensor | None) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@_absmax.register_fake
+def _(x: Tensor, parts: int) -> Tensor:
+    return x.new_empty(parts, dtype=torch.float32)
+
+
+def _prepare(x: Tensor, format: str, amax: Tensor | None) -> tuple[Format, Tensor, Tensor | None]:
+    """The format; x as rows (R, K) with adjacent columns; fp32 amax, measured if one covers the tensor."""
+    fmt = get_format(format)
+    rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    if amax is None and fmt.per == "tensor":
+        from .absmax_triton import launch_absmax
+
+        amax = launch_absmax(rows.contiguous()).view(())
+    return fmt, rows, None if amax is None else amax.float()
+
+
+def _spread(amax: Tensor | None, x: Tensor) -> Tensor | None:
+    """amax as (G,), G a divisor of x's rows: one, one an expert, or one a row."""
+    if amax is None or amax.numel() == 1:
+        return None if amax is None else amax.reshape(1)
+    if x.dim() == 3 and amax.shape == (x.shape[0], 1, 1):
+        return amax.reshape(-1)
+    return amax.expand(*x.shape[:-1], 1).reshape(-1)
+
+
+def _nvfp4(
+    rows: Tensor, x: Tensor, amax: Tensor | None, fmt: Nvfp4, *, encode: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .nvfp4_triton import launch_nvfp4
+
+    return launch_nvfp4(
+        rows, _spread(amax, x), floor=NVFP4_FLOORS[fmt.name], encode=encode, reverse=fmt.per == "tensor"
+    )
+
+
+def _blocked(
+    rows: Tensor, x: Tensor, amax: Tensor | None, fmt: Blocked, *, encode: bool
+) -> tuple[Tensor, Tensor]:
+    from .blocked_triton import launch_blocked
+
+    how = BLOCKS[fmt.name]
+    return launch_blocked(
+        rows, _spread(amax, x), rule=how.rule, grid=how.grid, group=how.group, tiled=how.tiled,
+        encode=encode, scales=fmt.per != "tensor", scale_dtype=how.scale_dtype,
+        parts=math.prod(x.shape[:-2]) if how.tiled else 1,
+    )  # fmt: skip
