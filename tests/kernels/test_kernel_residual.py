@@ -70,7 +70,10 @@ def test_other_dtypes_and_strides(dtype, device):
 def test_column_sums_have_a_stated_order():
     rows = torch.randn(100, 7) ** 2
     runs = [sum(run[1:], start=run[0]) for run in rows.split(16)] + [torch.zeros(7)]
-    assert torch.equal(column_sums(rows), ((runs[0] + runs[4]) + (runs[2] + runs[6])) + ((runs[1] + runs[5]) + (runs[3] + runs[7])))
+    assert torch.equal(
+        column_sums(rows),
+        ((runs[0] + runs[4]) + (runs[2] + runs[6])) + ((runs[1] + runs[5]) + (runs[3] + runs[7])),
+    )
 
 
 def test_other_formats_go_to_the_reference(device):

@@ -64,7 +64,11 @@ def nvfp4_kernel(
         keep = (row[:, None] < rows) & (half[None, :] < width // 2)
         tl.store(qdata_ptr + row[:, None].to(tl.int64) * (width // 2) + half[None, :], packed, mask=keep)
         keep = (row[:, None] < rows) & (block[None, :] < width // 16)
-        tl.store(scale_ptr + row[:, None].to(tl.int64) * (width // 16) + block[None, :], e4m3_byte(scale), mask=keep)
+        tl.store(
+            scale_ptr + row[:, None].to(tl.int64) * (width // 16) + block[None, :],
+            e4m3_byte(scale),
+            mask=keep,
+        )
         if PER_ROW:
             tl.store(global_ptr + row, decode, mask=row < rows)
     else:

@@ -22,7 +22,6 @@ from lowbitrl.formats.residual import RUN
 from .backend import is_interpreting
 from .nvfp4_triton import warps_for
 from .rounding_triton import (
-    bits_of,
     float_of,
     magnitude,
     narrow,
@@ -190,7 +189,9 @@ def slab_kernel(x_ptr, out_ptr, real_ptr, peaks_ptr, score_ptr, counter_ptr, row
     """SLAB columns, all rows. With SCORE and REPAIR in one launch every program waits for the others' scores."""
     column = tl.program_id(0) * SLAB + tl.arange(0, SLAB)
     if SCORE:
-        squares = slab_scores(x_ptr, real_ptr, peaks_ptr, rows, x_stride, column, column < width, RUNS, SLAB, MASKED)
+        squares = slab_scores(
+            x_ptr, real_ptr, peaks_ptr, rows, x_stride, column, column < width, RUNS, SLAB, MASKED
+        )
         tl.store(score_ptr + column, squares, mask=column < width)
     if SCORE and REPAIR:
         tl.debug_barrier()

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from lowbitrl.formats.residual import Scope
+
 Alignment = Literal["bf16", "weights", "full"]
-Scope = Literal["batch", "token"]
 Site = Literal["attention", "w13", "w2", "other"]
 
 
