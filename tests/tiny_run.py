@@ -21,10 +21,17 @@ def reward(completion: str, prompt: dict) -> float:
 
 def checkpoint(folder: Path) -> Path:
     """Model and tokenizer, 128 words."""
+    tiny_llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """128 words, one token each."""
     words = {f"w{i}": i for i in range(128)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token="w0",
         bos_token="w1",
@@ -32,9 +39,6 @@ def checkpoint(folder: Path) -> Path:
         pad_token="w2",
         chat_template=CHAT,
     )
-    tiny_llama().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def prompts(file: Path, count: int = 24) -> Path:

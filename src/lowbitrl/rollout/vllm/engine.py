@@ -1,0 +1,207 @@
+"""VllmEngine: the engine protocol on a vLLM in this process ("colocated"), fed live with published bytes.
+
+log-probabilities   vLLM's processed ones: after temperature, of the sampled token
+versions            generate() ends before an update begins, so a completion has one version; vLLM's own
+                    stamps, where it keeps them, are checked against it
+prefix cache        reset by every update, since its keys know tokens and not weights
+process             vLLM's engine core runs inside this process; what it changes here (torch's thread setting,
+                    the random states) is put back
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbitrl.quant import Plan
+from lowbitrl.rollout.types import Completion, Sampling
+from lowbitrl.rollout.vllm import compat
+from lowbitrl.rollout.vllm.planned import QUANT_METHOD, to_config
+from lowbitrl.rollout.vllm.requests import (
+    completion_of,
+    prompt_logprobs,
+    sample_params,
+    score_params,
+    seed_of,
+)
+from lowbitrl.rollout.vllm.sending import BUCKET_BYTES, send
+from lowbitrl.rollout.vllm.transfer import manifest_data
+from lowbitrl.sync.manifest import Manifest
+
+EXTENSION = "lowbitrl.rollout.vllm.transfer.WorkerExtension"
+
+
+class VllmEngine:
+    """Samples with vLLM under a plan.
+
+    Args:
+        model: checkpoint folder or hub id, as vLLM loads it.
+        plan: the learner's; resolved on the same model.
+        dtype: compute dtype of both sides.
+        bucket_bytes: about how much one message of an update holds.
+        options: further arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        ValueError: the plan is not this model's as vLLM builds it, or vLLM does not wear it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        plan: Plan,
+        dtype: str = "bfloat16",
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        self.plan = plan
+        self.version = -1
+        self.bucket_bytes = bucket_bytes
+        self._spread = options.get("tensor_parallel_size", 1) > 1
+        with _undisturbed():
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            from vllm import LLM
+
+            self.llm = LLM(model=str(model), dtype=dtype, **(_options(plan) | options))
+        self._eos = _stop_tokens(self.llm)
+        self.llm.init_weight_transfer_engine({"init_info": {"digest": plan.digest}})
+        self.report: dict[str, Any] = self.llm.collective_rpc("lowbitrl_report")[0]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """Sample n completions of each prompt, ordered by prompt, then sample; see `Engine.generate`.
+
+        Raises:
+            ValueError: before the first update; an empty prompt; n < 1; a seed count that does not match.
+            RuntimeError: vLLM stamped a completion with another version than is served.
+        """
+        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        check_request(self.version, prompts, n, seeds)
+        pairs = [(p, j) for p in range(len(prompts)) for j in range(n)]
+        requests = [{"prompt_token_ids": list(prompts[p])} for p, _ in pairs]
+        params = [sample_params(sampling, seed_of(seeds[p], j), self._eos) for p, j in pairs]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [
+            completion_of(p, j, out.outputs[0], self.version)
+            for (p, j), out in zip(pairs, outputs, strict=True)
+        ]
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:
+        """Log-probability of each token after the first, (len - 1,) fp32, by a prefill pass."""
+        requests = [{"prompt_token_ids": list(s)} for s in sequences]
+        outputs = self.llm.generate(requests, score_params(temperature), use_tqdm=False)
+        return [
+            prompt_logprobs(out.prompt_logprobs, s, temperature)
+            for out, s in zip(outputs, sequences, strict=True)
+        ]
+
+    def update(self, stream: Iterable[tuple[str, Tensor]], manifest: Manifest) -> None:
+        """Serve a new version, whole or not at all; the prefix cache goes with the old one.
+
+        Raises:
+            ValueError: another plan's version, or a stream that is not exactly the manifest's; the old
+                version is then still served.
+        """
+        control = _InProcess(self.llm)
+        send(control, stream, manifest_data(manifest), by_file=self._spread, bucket_bytes=self.bucket_bytes)
+        self.version = manifest.version
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache across an update: requests are still running")
+
+    def state(self) -> dict[str, int]:
+        """Checksums of everything that is served."""
+        return self.llm.collective_rpc("lowbitrl_state")[0]
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory to the learner: 1 keeps weights on the host, 2 drops them (an update must follow).
+
+        vLLM on a CPU has nothing to give and only says so in its log.
+        """
+        self.llm.sleep(level=level)
+        if level > 1:
+            self.version = -1
+
+    def wake(self) -> None:
+        """Take the memory back."""
+        self.llm.wake_up()
+
+    def close(self) -> None:
+        """Shut vLLM down and let its memory go."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+class _InProcess:
+    """`sending.Control` over an LLM object."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def start(self) -> None:
+        self._llm.start_weight_update()
+
+    def update(self, info: dict[str, Any]) -> None:
+        self._llm.update_weights({"update_info": info})
+
+    def finish(self, version: int) -> None:
+        compat.finish_weight_update(self._llm, version)
+
+
+def check_request(version: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int]) -> None:
+    """Refuse what no engine can sample from; ValueError."""
+    if version < 0:
+        raise ValueError("no version was published to this engine yet; call update(stream, manifest) first")
+    if n < 1:
+        raise ValueError(f"n={n} samples nothing; give at least 1")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one a prompt")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} is empty; give at least one token")
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    return {
+        "quantization": QUANT_METHOD,
+        "hf_overrides": {"quantization_config": to_config(plan)},
+        "weight_transfer_config": {"backend": QUANT_METHOD},
+        "worker_extension_cls": EXTENSION,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "enforce_eager": not torch.cuda.is_available(),
+        "disable_log_stats": True,
+    }
+
+
+def _stop_tokens(llm: Any) -> tuple[int, ...]:
+    config = llm.llm_engine.model_config
+    eos = config.try_get_generation_config().get("eos_token_id")
+    eos = config.hf_text_config.eos_token_id if eos is None else eos
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put back what vLLM changes of the process that it starts in."""
+    threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    try:
+        yield
+    finally:
+        torch.set_num_threads = threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if before is None:
+            os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
