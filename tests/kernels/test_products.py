@@ -7,7 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from lowbitrl.formats import QuantizedTensor, get_format
-from lowbitrl.kernels import w4a4_matmul, w4a8_matmul, w4a16_matmul, w8a8_matmul, why_unavailable
+from lowbitrl.kernels import (
+    grouped_w8a8_matmul,
+    w4a4_matmul,
+    w4a8_matmul,
+    w4a16_matmul,
+    w8a8_matmul,
+    why_unavailable,
+)
 from lowbitrl.kernels.grouped_w4a16 import align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.w4a4 import block_values, native_operands
 from lowbitrl.kernels.weights4 import describe, factors
@@ -142,6 +149,24 @@ def test_grouped(tokens, backend, device):
             alpha = scale[expert].double() * token_scale[source].double()
             row = x[source][None].double()
             within_bound(got[s][None], row, values[expert].double(), alpha, bias[expert].double())
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_grouped_w8a8_is_each_experts_product(kind, device):
+    experts, tokens, choices = 5, 11, 2
+    weight = get_format(f"{kind}-channel").quantize(torch.randn(experts, 40, 64, device=device))
+    ids = torch.stack([torch.randperm(experts)[:choices] for _ in range(tokens)]).to(device)
+    bias = torch.randn(experts, 40, device=device).bfloat16()
+    for rows in (tokens, tokens * choices):
+        x = get_format(f"{kind}-token").quantize(torch.randn(rows, 64, device=device))
+        for backend in ("reference", *backends(device, "triton")):
+            got = grouped_w8a8_matmul(x, weight, align_experts(ids, weight, backend=backend), bias=bias)
+            for s in range(tokens * choices):
+                source, e = s * rows // (tokens * choices), int(ids.reshape(-1)[s])
+                within_bound(
+                    got[s][None], x.dequantize()[source][None].double(), weight.dequantize()[e].double(), 1.0,
+                    bias[e].double(),
+                )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

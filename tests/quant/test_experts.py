@@ -457,11 +457,12 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         assert torch.equal(a.grad, b.grad), name
 
 
+@pytest.mark.parametrize("rollout", ["nvfp4-w4a16", "nvfp4", "int4", "fp8", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_of_the_bytes_are_those_of_the_decoded_stacks(kind):
+def test_products_of_the_bytes_are_those_of_the_decoded_stacks(kind, rollout):
     """The path a GPU decodes on, by the reference's definition of its products."""
-    rollout = pair(kind, W4A16)[1]
-    owner = next(m for m in rollout.modules() if "lowbitrl_experts" in m.__dict__)
+    model = pair(kind, Recipe(rollout=rollout))[1]
+    owner = next(m for m in model.modules() if "lowbitrl_experts" in m.__dict__)
     worn = owner.__dict__["lowbitrl_experts"]
     if not (worn.w13.reads_bytes() and worn.w2.reads_bytes()):
         assert worn.w13.weights.layout.interleaved
@@ -469,10 +470,9 @@ def test_products_of_the_bytes_are_those_of_the_decoded_stacks(kind):
     hidden, ids = torch.randn(9, 64).bfloat16(), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
     weights = torch.rand(9, 2).bfloat16()
     with torch.no_grad():
-        got, wanted = (
-            worn.forward_bytes(owner, hidden, ids, weights),
-            worn.forward(owner, hidden, ids, weights, "eager"),
-        )
+        got = worn.forward_bytes(owner, hidden, ids, weights)
+        wanted = worn.forward(owner, hidden, ids, weights, "eager")
     assert got.dtype == wanted.dtype
-    # Apart by the rounding of weights under their global scale, of BF16 products and of BF16 sums.
-    assert (got - wanted).float().norm() < 2**-7 * wanted.float().norm()
+    # Apart by roundings of BF16; quantized activations of W2 pass a flipped code on.
+    bound = 2**-7 if rollout in ("nvfp4-w4a16", "int4") else 0.1 if rollout == "nvfp4" else 2**-5
+    assert (got - wanted).float().norm() < bound * wanted.float().norm()

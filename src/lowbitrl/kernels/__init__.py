@@ -6,6 +6,7 @@
 
 from .backend import choose, known_backends, register_backend, why_unavailable
 from .grouped_w4a16 import align_experts, grouped_w4a16_matmul
+from .grouped_w8a8 import grouped_w8a8_matmul
 from .quantize import absmax, fake_quantize, quantize
 from .residual import quantize_residual
 from .w4a4 import w4a4_matmul
@@ -19,6 +20,7 @@ __all__ = [
     "choose",
     "fake_quantize",
     "grouped_w4a16_matmul",
+    "grouped_w8a8_matmul",
     "known_backends",
     "quantize",
     "quantize_residual",

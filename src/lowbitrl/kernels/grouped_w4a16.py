@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbitrl.formats import QuantizedTensor
+from lowbitrl.formats import QuantizedTensor, get_format
 
 from .backend import AUTO, REFERENCE, TRITON, choose
 from .cuda_library import CUDA
@@ -58,7 +58,7 @@ def align_experts(ids: Tensor, weight: QuantizedTensor, *, backend: str = AUTO) 
     Args:
         ids: integers (T, k), each token's experts. weight: any of the layer's stacks, (E, N, K).
     """
-    chosen = choose("grouped_w4a16_matmul", backend, ids.device, candidates(weight))
+    chosen = choose("products by expert", backend, ids.device, candidates(weight))
     flat, experts = ids.reshape(-1).int(), weight.shape[0]
     block = max(block_size(flat.numel(), experts), TRITON_BLOCK if chosen == TRITON else 0)
     slots, owners = torch.ops.lowbitrl.align_experts(flat, experts, block, chosen == CUDA)
@@ -66,7 +66,9 @@ def align_experts(ids: Tensor, weight: QuantizedTensor, *, backend: str = AUTO) 
 
 
 def candidates(weight: QuantizedTensor) -> dict[str, str | None]:
-    """The op's implementations for this stack, best first, with why one can't do it."""
+    """The implementations for this stack, best first, with why one can't do it."""
+    if get_format(weight.format).bits == 8:
+        return {TRITON: None, REFERENCE: None}
     reason = why_not_weight4(weight)
     return {CUDA: why_not_cuda(weight), TRITON: reason, REFERENCE: reason}
 

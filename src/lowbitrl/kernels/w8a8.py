@@ -37,7 +37,7 @@ def w8a8_matmul(
     Raises:
         ValueError: the two are not of one kind, a scale covers less than a row, or the backend can't run this.
     """
-    kind = _kind(x, weight)
+    kind = kind_of(x, weight)
     a, b = x.qdata.reshape(-1, x.shape[-1]), weight.qdata
     scale_a, scale_b = x.scale.reshape(-1).float(), weight.scale.reshape(-1).float().expand(b.shape[0])
     chosen = choose("w8a8_matmul", backend, a.device, _candidates(kind, a, b))
@@ -45,9 +45,15 @@ def w8a8_matmul(
     return y.view(*x.shape[:-1], b.shape[0])
 
 
-def _kind(x: QuantizedTensor, weight: QuantizedTensor) -> str:
+def kind_of(x: QuantizedTensor, weight: QuantizedTensor) -> str:
+    """ "fp8" or "int8".
+
+    Raises:
+        ValueError: the two are not of one kind, or a scale covers less than a row.
+    """
     kinds = []
-    for q, rows in ((x, x.shape[:-1].numel()), (weight, weight.shape[0])):
+    for q in (x, weight):
+        rows = q.shape[:-1].numel()
         fmt = get_format(q.format)
         if fmt.bits != 8 or q.global_scale is not None or q.scale.numel() not in {1, rows}:
             raise ValueError(f"w8a8_matmul takes FP8 or INT8 with a scale a row, not {q.format}")
@@ -72,7 +78,9 @@ def _w8a8_matmul(
     if backend == TRITON:
         from .w8a8_triton import launch_w8a8
 
-        return launch_w8a8(a, b, scale_a, scale_b, bias, kind)
+        out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+        launch_w8a8(a, b, scale_a, scale_b, bias, out, kind)
+        return out
     if backend == TORCH and kind == "fp8":
         return _by_scaled_mm(a, b, scale_a, scale_b, bias)
     if kind == "fp8":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,20 +22,28 @@ def _values(codes, FP8: tl.constexpr):
 
 @triton.jit
 def _w8a8_kernel(
-    a, b, scale_a, scale_b, bias, out, M, N, K,
-    FP8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a, b, scale_a, scale_b, bias, out, slots, experts, M, N, K, slots_per_row,
+    FP8: tl.constexpr, GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = 0
+    if GROUPED:
+        expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
+        slot = tl.load(slots + slot)
+        if expert < 0:
+            return
+    live = slot < M
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    a_row, b_row = tl.where(m < M, m, 0).to(tl.int64), tl.where(n < N, n, 0).to(tl.int64)
+    a_row = tl.where(live, slot // slots_per_row, 0).to(tl.int64)
+    b_row = expert * N + tl.where(n < N, n, 0)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32 if FP8 else tl.int32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        a_tile = tl.load(
-            a + a_row[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0
-        )
+        a_tile = tl.load(a + a_row[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0)
         b_tile = tl.load(
-            b + b_row[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0
+            b + b_row.to(tl.int64)[:, None] * K + k[None, :],
+            mask=(n < N)[:, None] & (k < K)[None, :],
+            other=0,
         )
         left, right = _values(a_tile, FP8), tl.trans(_values(b_tile, FP8))
         if INTERPRETING and FP8:
@@ -46,23 +53,22 @@ def _w8a8_kernel(
     y = acc.to(tl.float32) * scale
     if bias is not None:
         y = y + widen(tl.load(bias + b_row))[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], narrow(y, tl.bfloat16), mask=inside)
+    inside = live[:, None] & (n < N)[None, :]
+    tl.store(out + slot.to(tl.int64)[:, None] * N + n[None, :], narrow(y, tl.bfloat16), mask=inside)
 
 
 def launch_w8a8(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, kind: str
-) -> Tensor:
-    """(M, N) in BF16 of uint8 codes (M, K) and (N, K)."""
-    m, n = a.shape[0], b.shape[0]
-    out = a.new_empty(m, n, dtype=torch.bfloat16)
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor, kind: str,
+    slots: Tensor | None = None, experts: Tensor | None = None, block: int = 0, slots_per_row: int = 1,
+) -> None:  # fmt: skip
+    """Write ``out`` (slots, N) of uint8 codes (rows, K) and ([E,] N, K); ``slots`` and ``experts`` make it grouped."""
+    m, n = out.shape
     if not m or not n:
-        return out
-    block_m = min(64, max(16, triton.next_power_of_2(m)))
-    grid = (triton.cdiv(n, 64), triton.cdiv(m, block_m))
-    _w8a8_kernel[grid](
-        a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous(), bias, out, m, n, a.shape[1],
-        FP8=kind == "fp8", BLOCK_M=block_m, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3,
-        enable_fp_fusion=False,
+        return
+    block_m = block or min(64, max(16, triton.next_power_of_2(m)))
+    blocks = experts.numel() if experts is not None else triton.cdiv(m, block_m)
+    _w8a8_kernel[(triton.cdiv(n, 64), blocks)](
+        a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous(), bias, out, slots, experts,
+        m, n, a.shape[1], slots_per_row, FP8=kind == "fp8", GROUPED=experts is not None,
+        BLOCK_M=block_m, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
-    return out

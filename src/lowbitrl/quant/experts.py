@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from lowbitrl.formats import QuantizedTensor, get_format
-from lowbitrl.kernels.grouped_w4a16 import align_experts, grouped_w4a16_matmul
+from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_w4a16_matmul
+from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
-from lowbitrl.quant.linear import ActivationSite, in_place, straight_through
+from lowbitrl.quant.linear import CODE_PAIRS, ActivationSite, in_place, straight_through
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.stacks import StackLayout, encode_stack, present, select, to_canonical
 
@@ -216,7 +217,22 @@ class Projection:
         """Whether a kernel can multiply by the bytes as they lie."""
         held = self.weights
         as_stored = held.frozen and not held.keep_decoded and not held.layout.interleaved
-        return self.aligned and as_stored and why_not_weight4(self.stored()) is None
+        return self.aligned and as_stored and (self.takes_codes() or why_not_weight4(self.stored()) is None)
+
+    def takes_codes(self) -> bool:
+        """Whether the input's 8-bit codes are multiplied, rather than values."""
+        return self.site is not None and (self.site.format.name, self.stored().format) in CODE_PAIRS
+
+    def from_bytes(self, module: nn.Module, rows: Tensor, blocks: ExpertBlocks, *, routed: bool) -> Tensor:
+        """(R, K) -> (S, N), bias included; rows are tokens or, after routing, (token, choice) pairs."""
+        bias = getattr(module, f"{self.weights.leaf}_bias", None)
+        if self.site is None:
+            return grouped_w4a16_matmul(rows, self.stored(), blocks, bias=bias)
+        if self.takes_codes():
+            return grouped_w8a8_matmul(self.site.codes(rows), self.stored(), blocks, bias=bias)
+        # Routed rows are no longer one a token: nothing of the token mask covers them.
+        x = self.site.quantized(rows, None) if routed else self.site(rows)
+        return grouped_w4a16_matmul(rows if x is None else x, self.stored(), blocks, bias=bias)
 
     def __call__(self, module: nn.Module, rows: Tensor, groups: Groups) -> Tensor:
         """(S, K) -> (S, N), bias included."""
@@ -257,24 +273,20 @@ class WornExperts:
         """Whether 4-bit bytes are read as they are: BF16 tokens on a GPU, on the rollout side."""
         if not hidden.is_cuda or hidden.dtype != torch.bfloat16 or torch.is_grad_enabled():
             return False
-        by_expert = self.w2.site is not None and self.w2.site.residual and self.w2.site.scope == "batch"
-        return not by_expert and all(p.reads_bytes() for p in (self.w13, self.w2))
+        second = self.w2.site
+        # A residual chosen expert by expert, and a maximum observed over real tokens, need more than rows.
+        by_expert = second is not None and second.residual and second.scope == "batch"
+        observing = second is not None and second.tokens.observing
+        return not by_expert and not observing and all(p.reads_bytes() for p in (self.w13, self.w2))
 
     def forward_bytes(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         """`forward` from the bytes, rows in (token, choice) order, without host synchronization."""
-        x = hidden if self.w13.site is None else self.w13.site(hidden)
         blocks = align_experts(top_k_index, self.w13.stored())
-        bias13, bias2 = (getattr(module, f"{p.weights.leaf}_bias", None) for p in (self.w13, self.w2))
-        up = grouped_w4a16_matmul(x, self.w13.stored(), blocks, bias=bias13)
+        up = self.w13.from_bytes(module, hidden, blocks, routed=False)
         h = module._apply_gate(up) if module.has_gate else module.act_fn(up)
-        if self.w2.site is not None:
-            real = self.w2.site._real(hidden)
-            by_choice = None if real is None else real.reshape(-1).repeat_interleave(top_k_index.shape[-1])
-            quantized = self.w2.site.quantized(h, by_choice)
-            h = h if quantized is None else quantized
-        y = grouped_w4a16_matmul(h, self.w2.stored(), blocks, bias=bias2)
+        y = self.w2.from_bytes(module, h, blocks, routed=True)
         if getattr(module, "has_post_expert_norm", False):
             y = module.post_expert_norm(y)
         weighted = y * top_k_weights.reshape(-1, 1)

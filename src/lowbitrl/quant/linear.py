@@ -285,11 +285,15 @@ class _AlignedCodes(torch.autograd.Function):
         return grad_x, grad_w, grad_bias, None, None
 
 
+CODE_PAIRS = {("fp8-token", "fp8-channel"), ("int8-token", "int8-channel")}
+"""Formats of activations and weights whose codes are multiplied as they are."""
+
+
 def multiplies_codes(x: Tensor, site: ActivationSite | None, bytes_: QuantizedTensor | None) -> bool:
     """Whether 8-bit codes of both sides are multiplied as they are: BF16 work on a GPU, a scale a row."""
     if site is None or bytes_ is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
-    return (site.format.name, bytes_.format) in {("fp8-token", "fp8-channel"), ("int8-token", "int8-channel")}
+    return site.scale is None and site.quantizes and (site.format.name, bytes_.format) in CODE_PAIRS
 
 
 class LearnerLinear(nn.Linear):
