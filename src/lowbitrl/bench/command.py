@@ -13,7 +13,7 @@ from pathlib import Path
 from .record import Bench
 
 SUITES: dict[str, tuple[str, ...]] = {
-    "kernels": ("lowbitrl.bench.products", "lowbitrl.bench.experts"),
+    "kernels": ("lowbitrl.bench.products", "lowbitrl.bench.experts", "lowbitrl.bench.quantizers"),
     "rollout": (),
     "step": (),
     "sync": (),

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from importlib.util import find_spec
@@ -73,7 +74,7 @@ class Bench:
     findings: list[Finding] = field(default_factory=list)
 
     def measure(
-        self, op: str, shape: str, calls: list[Call], *, nbytes: int, flops: int = 0, l2: L2, backend: str,
+        self, op: str, shape: str, calls: Sequence[Call], *, nbytes: int, flops: int = 0, l2: L2, backend: str,
         note: str = "", samples: int = 30,
     ) -> Row:  # fmt: skip
         """Time a case and keep its row.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PRIME = 2_654_435_761  # Knuth's multiplicative-hash constant: odd, so multiplying loses no bit.
+from lowbitrl.kernels.checksum import word_checksum
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     tail = raw[whole:].long()
     # A storage offset may leave the bytes unaligned for an int64 view; a copy is aligned.
     words = (raw if raw.storage_offset() % 8 == 0 else raw.clone())[:whole].view(torch.int64)
-    # int64 arithmetic wraps, which is what a hash wants.
-    mixed = (words ^ (words >> 29)) * (2 * torch.arange(words.numel(), device=raw.device) * _PRIME + 1)
-    return mixed.sum() * 31 + (tail * (torch.arange(tail.numel(), device=raw.device) + 1)).sum()
+    weighted_tail = (tail * (torch.arange(tail.numel(), device=raw.device) + 1)).sum()
+    return word_checksum(words) * 31 + weighted_tail
 
 
 def _gather(sums: list[Tensor]) -> list[int]:
