@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbitrl.config import RunConfig, validate
 from lowbitrl.evaluation import Evaluation, evaluate
-from lowbitrl.models import load_model
+from lowbitrl.models import DEMO, load_model
 from lowbitrl.quant import (
     Plan,
     attachment,
@@ -24,6 +25,7 @@ from lowbitrl.quant import (
     static_scales,
 )
 from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.rollout.vllm.engine import VllmEngine
 from lowbitrl.runs import RunFolder, environment
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
@@ -48,7 +50,7 @@ class Parts:
     task: Task
     plan: Plan
     trainer: Trainer
-    engine: EmbeddedEngine
+    engine: EmbeddedEngine | VllmEngine
     sentinel: Sentinel
     published: Publication
     drawn: int
@@ -90,14 +92,12 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     if resume:
         _check_same_run(config, run)
     device = pick_device(config.model.device)
-    say(
-        f"device {device}, compute {config.model.dtype}, engine embedded, scheduler {config.rollout.scheduler}"
-    )
+    scheduler = f", scheduler {config.rollout.scheduler}" if config.rollout.engine == "embedded" else ""
+    say(f"device {device}, compute {config.model.dtype}, engine {config.rollout.engine}{scheduler}")
     learner, tokenizer = load_model(config.model.name, config.model.dtype, device)
     check_lengths(task, tokenizer, config.rollout.prompts)
-    rollout, _ = load_model(config.model.name, config.model.dtype, device)
     plan = prepare(learner, config.recipe, "learner")
-    prepare(rollout, plan, "rollout", keep_decoded_experts=config.rollout.keep_decoded_experts)
+    engine = _engine(config, plan, learner, tokenizer, device, say)
     say(plan.summary())
     for reason in plan.batch_dependence:
         say(f"not batch-invariant, a completion depends on what is sampled with it: {reason}")
@@ -116,9 +116,6 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
         run.write_json("plan.json", plan.to_dict())
         run.write_json("environment.json", environment(device) | {"split": task.split_report()})
     run.rewind(start if saved else -1)
-    engine = EmbeddedEngine(
-        rollout, config.rollout.scheduler, config.rollout.max_batch, config.rollout.record_routing
-    )
     if not saved:
         for model in _static_models(trainer):
             _calibrate(config, task, tokenizer, model)
@@ -161,6 +158,31 @@ def _prompt_passes(config: RunConfig, model: PreTrainedModel, prompts: list[list
                 position_ids=batch.positions,
                 use_cache=False,
             )
+
+
+def _engine(
+    config: RunConfig,
+    plan: Plan,
+    learner: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    say: Say,
+) -> EmbeddedEngine | VllmEngine:
+    """The rollout side; it serves nothing before the first update."""
+    options = config.rollout
+    if options.engine == "embedded":
+        rollout, _ = load_model(config.model.name, config.model.dtype, device)
+        prepare(rollout, plan, "rollout", keep_decoded_experts=options.keep_decoded_experts)
+        return EmbeddedEngine(rollout, options.scheduler, options.max_batch, options.record_routing)
+    if config.model.name != DEMO:
+        engine = VllmEngine(config.model.name, plan, config.model.dtype, **options.vllm)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            learner.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            engine = VllmEngine(folder, plan, config.model.dtype, **options.vllm)
+    say(engine.summary())
+    return engine
 
 
 # What may change when a run goes on: how long, how often it looks and saves, where it writes.
@@ -214,14 +236,17 @@ def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> che
 
 
 def _blame(parts: Parts) -> str:
-    served = {f"{n}.{k}": t for n, q in parts.engine.encoded().items() for k, t in q.tensors().items()}
-    served |= dict(parts.engine.model.named_parameters())
-    served |= {f"{n}.input_amax": s.amax for n, s in attachment(parts.engine.model).scales.items()}
+    engine = parts.engine
+    if isinstance(engine, VllmEngine):
+        return "vLLM verified the bytes it took; score the same recipe with rollout.engine='embedded' for the layer"
+    served = {f"{n}.{k}": t for n, q in engine.encoded().items() for k, t in q.tensors().items()}
+    served |= dict(engine.model.named_parameters())
+    served |= {f"{n}.input_amax": s.amax for n, s in attachment(engine.model).scales.items()}
     ids = torch.tensor([parts.sentinel.sequences[0]])
     return blame_bytes(parts.published, served) or blame_layer(
         parts.trainer.model,
-        parts.engine.model,
-        lambda model: model(input_ids=ids.to(parts.engine.model.device)),
+        engine.model,
+        lambda model: model(input_ids=ids.to(engine.model.device)),
     )
 
 

@@ -65,6 +65,9 @@ class RolloutConfig(_Section):
         keep_decoded_experts: hold a mixture's experts in the compute dtype beside their bytes, in
             place of decoding those that have tokens in every forward pass: faster, at BF16's memory.
         keep: completions written to the run folder each step.
+        engine: "embedded", or "vllm" in this process (docs/vllm.md); the settings of the embedded
+            engine above then have no say.
+        vllm: further arguments of vLLM's LLM, such as {max_model_len = 2048}.
     """
 
     prompts: int = Field(default=16, ge=1)
@@ -77,6 +80,16 @@ class RolloutConfig(_Section):
     record_routing: bool = False
     keep_decoded_experts: bool = False
     keep: int = Field(default=8, ge=0)
+    engine: Literal["embedded", "vllm"] = "embedded"
+    vllm: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> RolloutConfig:
+        if self.vllm and self.engine != "vllm":
+            raise ValueError(f"vllm={self.vllm} is for engine='vllm', but engine is {self.engine!r}")
+        if self.record_routing and self.engine == "vllm":
+            raise ValueError("record_routing=true: vLLM hands out no routes here; use engine='embedded'")
+        return self
 
     def sampling(self) -> Sampling:
         """The engine's sampling parameters."""

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from lowbitrl.quant import Recipe, prepare
 from lowbitrl.rollout.types import Sampling
 from lowbitrl.rollout.vllm.engine import VllmEngine
-from lowbitrl.rollout.vllm.transfer import manifest_data
+from lowbitrl.rollout.vllm.sealed import manifest_data
 from lowbitrl.sync.publisher import publish
 from lowbitrl.trainer.logprobs import response_logprobs
 from tests.vllm.tiny import dense, moe

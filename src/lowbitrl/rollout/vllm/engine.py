@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +33,8 @@ from lowbitrl.rollout.vllm.requests import (
     score_params,
     seed_of,
 )
+from lowbitrl.rollout.vllm.sealed import manifest_data
 from lowbitrl.rollout.vllm.sending import BUCKET_BYTES, send
-from lowbitrl.rollout.vllm.transfer import manifest_data
 from lowbitrl.sync.manifest import Manifest
 
 EXTENSION = "lowbitrl.rollout.vllm.transfer.WorkerExtension"
@@ -62,6 +63,7 @@ class VllmEngine:
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
+        refuse_static(plan)
         self.plan = plan
         self.version = -1
         self.bucket_bytes = bucket_bytes
@@ -74,6 +76,10 @@ class VllmEngine:
         self._eos = _stop_tokens(self.llm)
         self.llm.init_weight_transfer_engine({"init_info": {"digest": plan.digest}})
         self.report: dict[str, Any] = self.llm.collective_rpc("lowbitrl_report")[0]
+
+    def summary(self) -> str:
+        """What vLLM wears, as one line."""
+        return summary(self.report)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
@@ -154,6 +160,24 @@ class _InProcess:
 
     def finish(self, version: int) -> None:
         compat.finish_weight_update(self._llm, version)
+
+
+def summary(report: dict[str, Any]) -> str:
+    """How many of vLLM's modules wear what, and what multiplies."""
+    kinds = Counter(
+        f"{w or 'bf16'}/{a or 'bf16'} by {kernel}" for w, a, _, kernel in report["modules"].values()
+    )
+    return f"vLLM wears plan {report['digest']}: " + ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+
+
+def refuse_static(plan: Plan) -> None:
+    """Raise where a plan has calibrated activation scales, which these workers do not take; ValueError."""
+    static = [layer.name for layer in plan.layers if layer.static]
+    if static:
+        raise ValueError(
+            f"{static[0]} has a static activation scale, which vLLM is not fed here; use activation_scale='token' or "
+            "the embedded engine"
+        )
 
 
 def check_request(version: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int]) -> None:

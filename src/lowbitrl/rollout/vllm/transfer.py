@@ -11,7 +11,7 @@ vLLM's `load_weights` is never called: it would put unquantized weights over ser
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from safetensors.torch import load_file
@@ -22,8 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from lowbitrl.rollout.vllm.sealed import manifest_of
 from lowbitrl.rollout.vllm.wearing import Wearing, Write, write_all
-from lowbitrl.sync.manifest import Entry, Manifest
 
 
 @dataclass
@@ -116,20 +116,6 @@ class LowbitTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """vLLM 0.26 asks for this; our engines send by themselves."""
         raise NotImplementedError("publish with lowbitrl.sync.publisher and update a lowbitrl engine")
-
-
-def manifest_data(manifest: Manifest) -> dict[str, Any]:
-    """A manifest as JSON data."""
-    return asdict(manifest) | {"entries": {name: asdict(entry) for name, entry in manifest.entries.items()}}
-
-
-def manifest_of(data: dict[str, Any]) -> Manifest:
-    """Inverse of `manifest_data`."""
-    entries = {
-        name: Entry(tuple(entry["shape"]), entry["dtype"], entry["checksum"])
-        for name, entry in data["entries"].items()
-    }
-    return Manifest(data["version"], data["plan_digest"], entries)
 
 
 class WorkerExtension:
