@@ -130,3 +130,13 @@ class WorkerExtension:
     def lowbitrl_state(self) -> dict[str, int]:
         """See `Wearing.state`."""
         return self.weight_transfer_engine.wearing.state()
+
+    def lowbitrl_control(self, step: str, arguments: dict[str, Any]) -> dict[str, str | None]:
+        """One of vLLM's update methods, its refusal handed back as text: HTTP routes hide it."""
+        if step not in ("start_weight_update", "update_weights", "finish_weight_update"):
+            return {"error": f"{step!r} is no step of a weight update"}
+        try:
+            getattr(self, step)(**arguments)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": None}
