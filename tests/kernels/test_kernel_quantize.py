@@ -6,7 +6,7 @@ from kernel_cases import awkward, differences
 
 from lowbitrl.formats import get_format
 from lowbitrl.kernels import absmax, fake_quantize, quantize
-from lowbitrl.kernels.quantize import BLOCKS, NVFP4_FLOORS
+from lowbitrl.kernels.quantize import BLOCKS, NVFP4_FLOORS, encode
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -120,3 +120,16 @@ def test_fakes_have_the_shapes_of_the_results(name, device):
     for fake, tensor in zip(fakes, real, strict=True):
         assert (fake.shape, fake.dtype) == (tensor.shape, tensor.dtype)
     assert (value.shape, value.dtype) == (x.shape, x.dtype)
+
+
+def test_weights_are_encoded_with_a_look_for_nan(device):
+    w = awkward(9, 128, device=device)
+    for name in ("nvfp4", "fp8-channel", "fp8-tensor"):
+        fmt = get_format(name)
+        wanted, got = fmt.quantize(w), encode(w, fmt)
+        for part, tensor in wanted.tensors().items():
+            assert not differences(got.tensors()[part], tensor), (name, part)
+        bad = w.clone()
+        bad[3, 3] = float("inf")
+        with pytest.raises(ValueError, match=r"mlp.weight of shape .* holds 1 NaN or Inf"):
+            encode(bad, fmt, name="mlp.weight")

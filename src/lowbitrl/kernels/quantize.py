@@ -68,6 +68,26 @@ def quantize(
     return QuantizedTensor(qdata, scale, decode if isinstance(fmt, Nvfp4) else None, x.shape, fmt.name)
 
 
+def encode(
+    x: Tensor, format: Format, *, amax: Tensor | None = None, name: str | None = None
+) -> QuantizedTensor:
+    """``quantize`` for weights: as ``Format.quantize``, with its look for NaN and Inf, which synchronizes.
+
+    Args:
+        amax: the maximum of a group that x belongs to; finite only if all of x is, so it is what is checked.
+        name: what errors call x.
+
+    Raises:
+        ValueError: NaN or Inf in x; a shape the format cannot block.
+    """
+    if x.device.type != "cuda" or choose("quantize", AUTO, x.device, _candidates(x, format)) == REFERENCE:
+        return format.quantize(x, amax=amax, name=name)
+    peak = absmax(x).view(()) if amax is None else amax
+    if not bool(torch.isfinite(peak).all()):
+        return format.quantize(x, amax=amax, name=name)  # raises, naming x and counting what is not finite
+    return quantize(x, format, amax=peak if format.per == "tensor" else amax)
+
+
 def fake_quantize(
     x: Tensor, format: str | Format, *, amax: Tensor | None = None, backend: str = AUTO
 ) -> Tensor:
