@@ -32,9 +32,9 @@ SMALL = {"activations": ((4, 64), (64,)), "weight": (256, 256), "experts": (4, 6
 def run(bench: Bench) -> None:
     """Activations, weights, publishing; tiny shapes without CUDA, where the reference runs."""
     on_cuda = bench.device == "cuda"
-    _activations(bench, on_cuda)
     _weights(bench, WEIGHT if on_cuda else SMALL["weight"])
     _publish(bench, EXPERTS if on_cuda else SMALL["experts"])
+    _activations(bench, on_cuda)
 
 
 def _activations(bench: Bench, on_cuda: bool) -> None:
