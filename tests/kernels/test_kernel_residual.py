@@ -82,3 +82,17 @@ def test_other_formats_go_to_the_reference(device):
     assert not differences(quantize_residual(x, 0.5, format=mx), compensate(x, mx, 0.5))
     with pytest.raises(ValueError, match="not mxfp4"):
         quantize_residual(x, 0.5, format=mx, backend="triton")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+@pytest.mark.parametrize(("rows", "scope"), [(64, "batch"), (300, "batch"), (64, "token")])
+def test_a_captured_call_follows_its_input(rows, scope):
+    x = awkward(rows, 256, device="cuda")
+    quantize_residual(x, 0.5, scope=scope, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantize_residual(x, 0.5, scope=scope, backend="triton")
+    for seed in (1, 2):
+        x.copy_(awkward(rows, 256, device="cuda", seed=seed))
+        graph.replay()
+        assert not differences(captured, compensate(x, FP4, 0.5, scope))

@@ -1,9 +1,9 @@
 """The residual second FP4 pass in Triton: NVFP4 with a scale a token, in one to four launches.
 
     one      every channel repaired, or channels chosen token by token: a program holds a row
-    two      a batch of up to DECODE_TOKENS rows: row maxima; then slabs of columns, each of which scores its
+    two      a batch of up to DECODE_TOKENS rows: row scales; then slabs of columns, each of which scores its
              columns, waits for all slabs (they fit the device at once), selects, repairs and writes
-    four     longer batches: runs of rows with partial scores; scores; selection; repair
+    four     longer batches: runs of rows, their scales and partial scores; scores; selection; repair
 
 Column sums of squares are added in the order of ``formats.residual.column_sums``, and the choice is made on their
 IEEE square roots, so channels equal the reference's, ties included. Divisions are IEEE, one for each row and
@@ -38,14 +38,35 @@ DECODE_TOKENS = 256
 
 
 @triton.jit
-def quantized(x, peak, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """fp32 (ROWS, COLUMNS), int32 row maxima (ROWS,) -> NVFP4 values of x, fp32."""
+def quantized(x, encode, decode, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """fp32 (ROWS, COLUMNS) and its rows' S and 1 / S (ROWS,) -> NVFP4 values of x, fp32."""
     blocks = tl.reshape(x, (ROWS, COLUMNS // 16, 16))
     b = float_of(tl.max(magnitude(blocks), axis=2))
-    encode, decode = nvfp4_globals(float_of(peak))
     step = nvfp4_block_scale(b, encode[:, None], False) * decode[:, None]
     value = round_e2m1(blocks * reciprocal_or_zero(step)[:, :, None]) * step[:, :, None]
     return tl.reshape(value, (ROWS, COLUMNS))
+
+
+@triton.jit
+def row_globals(x):
+    """fp32 (ROWS, COLUMNS) -> S and 1 / S of each row."""
+    return nvfp4_globals(float_of(tl.max(magnitude(x), axis=1)))
+
+
+@triton.jit
+def load_globals(globals_ptr, row, rows, second: tl.constexpr):
+    """S and 1 / S of rows, of the first pass or the second; globals (4, rows)."""
+    at = globals_ptr + 2 * second * rows + row
+    there = row < rows
+    return tl.load(at, mask=there, other=1.0), tl.load(at + rows, mask=there, other=1.0)
+
+
+@triton.jit
+def store_globals(globals_ptr, row, rows, second: tl.constexpr, encode, decode):
+    """Where ``load_globals`` finds them, of one row."""
+    at = globals_ptr + 2 * second * rows + row + tl.arange(0, 1)
+    tl.store(at, encode, mask=row < rows)
+    tl.store(at + rows, decode, mask=row < rows)
 
 
 @triton.jit
@@ -92,28 +113,29 @@ def token_kernel(x_ptr, out_ptr, width, x_stride, count, COLUMNS: tl.constexpr, 
     inside = column < width
     x = widen(tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0))
     x = tl.reshape(x, (1, COLUMNS))
-    first = quantized(x, tl.max(magnitude(x), axis=1), 1, COLUMNS)
+    encode, decode = row_globals(x)
+    first = quantized(x, encode, decode, 1, COLUMNS)
     error = first - x
-    size = magnitude(error)
-    second = quantized(error, tl.max(size, axis=1), 1, COLUMNS)
+    encode, decode = row_globals(error)
+    second = quantized(error, encode, decode, 1, COLUMNS)
     if SELECT:
-        keys = tl.where(inside, tl.minimum(tl.reshape(size, (COLUMNS,)), NAN_KEY), -1)
+        keys = tl.where(inside, tl.minimum(tl.reshape(magnitude(error), (COLUMNS,)), NAN_KEY), -1)
         second = tl.where(tl.reshape(chosen(keys, count), (1, COLUMNS)), second, 0.0)
     out = narrow(tl.reshape(first - second, (COLUMNS,)), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + column, out, mask=inside)
 
 
 @triton.jit
-def row_peaks_kernel(x_ptr, peaks_ptr, counter_ptr, rows, width, x_stride, COLUMNS: tl.constexpr):
-    """Row maxima of x and of its first error, as bits: peaks (2, rows). Resets the counter the slabs wait on."""
+def row_kernel(x_ptr, globals_ptr, counter_ptr, rows, width, x_stride, COLUMNS: tl.constexpr):
+    """The row's S and 1 / S in both passes. Resets the counter the slabs wait on."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     x = widen(tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0))
     x = tl.reshape(x, (1, COLUMNS))
-    peak = tl.max(magnitude(x), axis=1)
-    error = quantized(x, peak, 1, COLUMNS) - x
-    tl.store(peaks_ptr + row + tl.arange(0, 1), peak)
-    tl.store(peaks_ptr + rows + row + tl.arange(0, 1), tl.max(magnitude(error), axis=1))
+    encode, decode = row_globals(x)
+    store_globals(globals_ptr, row, rows, 0, encode, decode)
+    encode, decode = row_globals(quantized(x, encode, decode, 1, COLUMNS) - x)
+    store_globals(globals_ptr, row, rows, 1, encode, decode)
     if row == 0:
         tl.store(counter_ptr, 0)
 
@@ -130,7 +152,7 @@ def fold_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def slab_scores(x_ptr, real_ptr, peaks_ptr, rows, x_stride, column, inside, RUNS: tl.constexpr, SLAB: tl.constexpr,
+def slab_scores(x_ptr, real_ptr, globals_ptr, rows, x_stride, column, inside, RUNS: tl.constexpr, SLAB: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
     """Sums of squared first errors of SLAB columns over all rows, in the reference's order."""
     run = tl.arange(0, RUNS) * RUN_ROWS
@@ -141,8 +163,8 @@ def slab_scores(x_ptr, real_ptr, peaks_ptr, rows, x_stride, column, inside, RUNS
         keep = there[:, None] & inside[None, :]
         at = row[:, None].to(tl.int64) * x_stride + column[None, :]
         x = widen(tl.load(x_ptr + at, mask=keep, other=0.0))
-        peak = tl.load(peaks_ptr + row, mask=there, other=0)
-        error = quantized(x, peak, RUNS, SLAB) - x
+        encode, decode = load_globals(globals_ptr, row, rows, 0)
+        error = quantized(x, encode, decode, RUNS, SLAB) - x
         square = error * error
         if MASKED:
             real = tl.load(real_ptr + row, mask=there, other=0)
@@ -168,29 +190,31 @@ def slab_mask(score_ptr, width, count, column, SLAB: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def repair(x_ptr, out_ptr, peaks_ptr, mask, row, rows, width, x_stride, column, ROWS: tl.constexpr,
+def repair(x_ptr, out_ptr, globals_ptr, mask, row, rows, width, x_stride, column, ROWS: tl.constexpr,
            COLUMNS: tl.constexpr):  # fmt: skip
-    """X~ of a tile whose row maxima and chosen columns are known."""
+    """X~ of a tile whose row scales and chosen columns are known."""
     there = row < rows
     inside = there[:, None] & (column < width)[None, :]
     at = row[:, None].to(tl.int64) * x_stride + column[None, :]
     x = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
-    first = quantized(x, tl.load(peaks_ptr + row, mask=there, other=0), ROWS, COLUMNS)
-    second = quantized(first - x, tl.load(peaks_ptr + rows + row, mask=there, other=0), ROWS, COLUMNS)
+    encode, decode = load_globals(globals_ptr, row, rows, 0)
+    first = quantized(x, encode, decode, ROWS, COLUMNS)
+    encode, decode = load_globals(globals_ptr, row, rows, 1)
+    second = quantized(first - x, encode, decode, ROWS, COLUMNS)
     out = first - tl.where(mask[None, :], second, 0.0)
     out_at = row[:, None].to(tl.int64) * width + column[None, :]
     tl.store(out_ptr + out_at, narrow(out, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def slab_kernel(x_ptr, out_ptr, real_ptr, peaks_ptr, score_ptr, counter_ptr, rows, width, x_stride, count,
+def slab_kernel(x_ptr, out_ptr, real_ptr, globals_ptr, score_ptr, counter_ptr, rows, width, x_stride, count,
                 RUNS: tl.constexpr, SLAB: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
                 SCORE: tl.constexpr, REPAIR: tl.constexpr):  # fmt: skip
     """SLAB columns, all rows. With SCORE and REPAIR in one launch every program waits for the others' scores."""
     column = tl.program_id(0) * SLAB + tl.arange(0, SLAB)
     if SCORE:
         squares = slab_scores(
-            x_ptr, real_ptr, peaks_ptr, rows, x_stride, column, column < width, RUNS, SLAB, MASKED
+            x_ptr, real_ptr, globals_ptr, rows, x_stride, column, column < width, RUNS, SLAB, MASKED
         )
         tl.store(score_ptr + column, squares, mask=column < width)
     if SCORE and REPAIR:
@@ -204,13 +228,13 @@ def slab_kernel(x_ptr, out_ptr, real_ptr, peaks_ptr, score_ptr, counter_ptr, row
         TALL: tl.constexpr = RUNS * RUN_ROWS if RUNS < 4 else 64
         for tile in range(RUNS * RUN_ROWS // TALL):
             row = tile * TALL + tl.arange(0, TALL)
-            repair(x_ptr, out_ptr, peaks_ptr, mask, row, rows, width, x_stride, column, TALL, SLAB)
+            repair(x_ptr, out_ptr, globals_ptr, mask, row, rows, width, x_stride, column, TALL, SLAB)
 
 
 @triton.jit
-def run_kernel(x_ptr, real_ptr, peaks_ptr, partial_ptr, rows, width, x_stride, COLUMNS: tl.constexpr,
+def run_kernel(x_ptr, real_ptr, globals_ptr, partial_ptr, rows, width, x_stride, COLUMNS: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
-    """RUN rows, one after the other: row maxima, and the run's column sums of squared errors."""
+    """RUN rows, one after the other: row scales, and the run's column sums of squared errors."""
     column = tl.arange(0, COLUMNS)
     inside = column < width
     total = tl.zeros((1, COLUMNS), tl.float32)
@@ -219,10 +243,11 @@ def run_kernel(x_ptr, real_ptr, peaks_ptr, partial_ptr, rows, width, x_stride, C
         there = row < rows
         x = widen(tl.load(x_ptr + row * x_stride + column, mask=inside & there, other=0.0))
         x = tl.reshape(x, (1, COLUMNS))
-        peak = tl.max(magnitude(x), axis=1)
-        error = quantized(x, peak, 1, COLUMNS) - x
-        tl.store(peaks_ptr + row + tl.arange(0, 1), peak, mask=there)
-        tl.store(peaks_ptr + rows + row + tl.arange(0, 1), tl.max(magnitude(error), axis=1), mask=there)
+        encode, decode = row_globals(x)
+        store_globals(globals_ptr, row, rows, 0, encode, decode)
+        error = quantized(x, encode, decode, 1, COLUMNS) - x
+        encode, decode = row_globals(error)
+        store_globals(globals_ptr, row, rows, 1, encode, decode)
         counts = there
         if MASKED:
             counts = there & (tl.load(real_ptr + row, mask=there, other=0) != 0)
@@ -251,7 +276,7 @@ def select_kernel(score_ptr, mask_ptr, width, count, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def repair_kernel(x_ptr, out_ptr, peaks_ptr, mask_ptr, rows, width, x_stride, ROWS: tl.constexpr,
+def repair_kernel(x_ptr, out_ptr, globals_ptr, mask_ptr, rows, width, x_stride, ROWS: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
     """X~ of one (ROWS, COLUMNS) tile, from the last to the first: the end of x is still in the cache."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -259,7 +284,7 @@ def repair_kernel(x_ptr, out_ptr, peaks_ptr, mask_ptr, rows, width, x_stride, RO
     row = (tile // across) * ROWS + tl.arange(0, ROWS)
     column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
     mask = tl.load(mask_ptr + column, mask=column < width, other=0) != 0
-    repair(x_ptr, out_ptr, peaks_ptr, mask, row, rows, width, x_stride, column, ROWS, COLUMNS)
+    repair(x_ptr, out_ptr, globals_ptr, mask, row, rows, width, x_stride, column, ROWS, COLUMNS)
 
 
 def launch_residual(x: Tensor, count: int, scope: str, real: Tensor | None) -> Tensor:
@@ -286,18 +311,18 @@ def _by_token(x: Tensor, count: int) -> Tensor:
 def _by_slab(x: Tensor, count: int, real: Tensor | None) -> Tensor:
     rows, width = x.shape
     out, across, slab = x.new_empty(rows, width), _across(width), _slab(x)
-    peaks = torch.empty(2 * rows + 1, dtype=torch.int32, device=x.device)
-    counter = peaks[2 * rows :]
+    scales = torch.empty(4, rows, dtype=torch.float32, device=x.device)
+    counter = torch.empty((), dtype=torch.int32, device=x.device)
     scores = torch.empty(width, dtype=torch.float32, device=x.device)
-    row_peaks_kernel[(rows,)](
-        x, peaks, counter, rows, width, x.stride(0), COLUMNS=across, num_warps=warps_for(across),
+    row_kernel[(rows,)](
+        x, scales, counter, rows, width, x.stride(0), COLUMNS=across, num_warps=warps_for(across),
         enable_fp_fusion=False,
     )  # fmt: skip
     runs = triton.next_power_of_2(triton.cdiv(rows, RUN))
     # The interpreter runs programs one after the other: none could wait for the next.
     for score, repairs in ((True, False), (False, True)) if is_interpreting() else ((True, True),):
         slab_kernel[(triton.cdiv(width, slab),)](
-            x, out, x if real is None else real, peaks, scores, counter, rows, width, x.stride(0), count,
+            x, out, x if real is None else real, scales, scores, counter, rows, width, x.stride(0), count,
             RUNS=runs, SLAB=slab, COLUMNS=across, MASKED=real is not None, SCORE=score, REPAIR=repairs,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
@@ -308,12 +333,12 @@ def _by_run(x: Tensor, count: int, real: Tensor | None) -> Tensor:
     rows, width = x.shape
     out, across = x.new_empty(rows, width), _across(width)
     runs = triton.cdiv(rows, RUN)
-    peaks = torch.empty(2 * rows, dtype=torch.int32, device=x.device)
+    scales = torch.empty(4, rows, dtype=torch.float32, device=x.device)
     partial = torch.empty(runs, width, dtype=torch.float32, device=x.device)
     scores = torch.empty(width, dtype=torch.float32, device=x.device)
     mask = torch.empty(width, dtype=torch.uint8, device=x.device)
     run_kernel[(runs,)](
-        x, x if real is None else real, peaks, partial, rows, width, x.stride(0), COLUMNS=across,
+        x, x if real is None else real, scales, partial, rows, width, x.stride(0), COLUMNS=across,
         MASKED=real is not None, num_warps=warps_for(across), enable_fp_fusion=False,
     )  # fmt: skip
     padded = triton.next_power_of_2(runs)
@@ -324,7 +349,7 @@ def _by_run(x: Tensor, count: int, real: Tensor | None) -> Tensor:
     select_kernel[(1,)](scores, mask, width, count, COLUMNS=across, num_warps=8)
     tall, wide = max(1, 4096 // min(across, 512)), min(across, 512)
     repair_kernel[(triton.cdiv(rows, tall) * triton.cdiv(width, wide),)](
-        x, out, peaks, mask, rows, width, x.stride(0), ROWS=tall, COLUMNS=wide, num_warps=4,
+        x, out, scales, mask, rows, width, x.stride(0), ROWS=tall, COLUMNS=wide, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
