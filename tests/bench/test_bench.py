@@ -55,6 +55,15 @@ def test_findings_of_other_suites_stay(tmp_path):
     assert [(line["what"], line["figure"]) for line in lines] == [("kernels", 3.0), ("sync", 2.0)]
 
 
+def test_rows_of_other_ops_stay(tmp_path):
+    for op, nbytes in (("a", 1), ("b", 2), ("a", 3)):
+        bench = Bench("kernels", "c", device="cpu")
+        bench.keep(op, "x", Timing(1, 1, 1, 1, "warm"), nbytes=nbytes, backend="b")
+        bench.save(tmp_path)
+    lines = list(csv.DictReader((tmp_path / "kernels.csv").open()))
+    assert [(line["op"], line["bytes"]) for line in lines] == [("b", "2"), ("a", "3")]
+
+
 def test_percentiles_are_of_the_calls():
     clock = iter(range(100))
     timing = time_calls([lambda: next(clock)], l2="warm", samples=5)

@@ -136,18 +136,24 @@ class Bench:
         return finding
 
     def save(self, out: Path) -> None:
-        """Write ``<suite>.csv`` and merge the findings into ``summary.json``."""
+        """Merge rows into ``<suite>.csv`` and findings into ``summary.json``."""
         out.mkdir(parents=True, exist_ok=True)
         write_rows(out / f"{self.suite}.csv", self.rows)
         merge_findings(out / "summary.json", self.findings)
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
-    """A CSV of exactly these rows."""
+    """Replace the rows of the same ops, keep the others: benchmarks of one suite may run apart."""
+    ops = {row.op for row in rows}
+    lines = [line for line in _read_rows(path) if line["op"] not in ops]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Row)])
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        writer.writerows([*lines, *(asdict(row) for row in rows)])
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.open())) if path.exists() else []
 
 
 def merge_findings(path: Path, findings: list[Finding]) -> None:
