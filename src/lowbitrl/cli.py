@@ -139,7 +139,7 @@ def diagnose(
         Path | None, typer.Option(help=".jsonl, .parquet, or .txt with a prompt a line")
     ] = None,
     task: Annotated[str | None, typer.Option(help="a reasoning-gym dataset that gives the prompts")] = None,
-    engine: Annotated[str, typer.Option(help="what samples")] = "embedded",
+    engine: Annotated[str, typer.Option(help="what samples; vllm scores its tokens everywhere")] = "embedded",
     out: Annotated[Path, typer.Option(help="folder of the report")] = Path("runs/diagnosis"),
     tokens: Annotated[int, typer.Option(help="sampled tokens to measure on, about")] = 2000,
     max_tokens: Annotated[int, typer.Option(help="longest response")] = 128,

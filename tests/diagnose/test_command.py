@@ -79,7 +79,7 @@ def test_recipes_are_candidates_and_bring_their_prompts(go, folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engine", "vllm"), "engine='vllm' is not available to diagnose in this version"),
+        (("--engine", "sglang"), "engine='sglang' is not available to diagnose in this version"),
         (("--recipes", "a.toml", "b.json"), "cannot read 'b.json'; write diagnose MODEL --recipes"),
         (("extra.toml",), "cannot read 'extra.toml'"),
         (("--tokns", "3"), "cannot read '--tokns 3'"),

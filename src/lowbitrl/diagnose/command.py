@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from lowbitrl.config import RunConfig, load_config
+from lowbitrl.diagnose.engines import engine_chain, write_chain
 from lowbitrl.diagnose.lab import Load
 from lowbitrl.diagnose.report_diagnosis import lines, write_diagnosis
 from lowbitrl.diagnose.run import DiagnoseConfig, Say, diagnose
@@ -24,7 +25,7 @@ from lowbitrl.tasks import Prompt, TaskConfig, make_task
 from lowbitrl.tasks.file import read_rows
 from lowbitrl.tasks.task import encode_prompt
 
-ENGINES = ("embedded",)
+ENGINES = ("embedded", "vllm")
 # Sums in words: every instruct model writes a few dozen tokens about them.
 DEFAULT_TASK = TaskConfig(name="chain_sum", options={"min_terms": 2, "max_terms": 3})
 PROMPTS = 256
@@ -56,7 +57,7 @@ def run_diagnose(request: Request, config: DiagnoseConfig, device: torch.device,
     """Measure, write the report folder, print the short form.
 
     Returns:
-        report.html.
+        report.html; with engine="vllm", which scores the same tokens everywhere instead, engines.json.
 
     Raises:
         ValueError: an engine that is not there, two sources of prompts, no prompts; what `diagnose` refuses.
@@ -70,6 +71,9 @@ def run_diagnose(request: Request, config: DiagnoseConfig, device: torch.device,
     load, tokenizer = loader(request, device)
     ids = prompt_ids(request, runs, tokenizer)
     recipe = runs[0].recipe if runs else request.recipe
+    if request.engine == "vllm":
+        found = engine_chain(request.model, recipe, ids, config, request.dtype, device, say)
+        return write_chain(found, request.out, say)
     found = diagnose(load, ids, recipe, config, [run.recipe for run in runs[1:]], say)
     found["setup"] = {
         "model": request.model,

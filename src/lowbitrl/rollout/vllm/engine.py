@@ -40,6 +40,10 @@ from lowbitrl.sync.manifest import Manifest
 EXTENSION = "lowbitrl.rollout.vllm.transfer.WorkerExtension"
 
 
+# vLLM rewinds the generator of a seeded request whose prefill is cut in two, which CPU generators cannot.
+CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
+
+
 class VllmEngine:
     """Samples with vLLM under a plan.
 
@@ -69,7 +73,6 @@ class VllmEngine:
         self.bucket_bytes = bucket_bytes
         self._spread = options.get("tensor_parallel_size", 1) > 1
         with _undisturbed():
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             from vllm import LLM
 
             self.llm = LLM(model=str(model), dtype=dtype, **(_options(plan) | options))
@@ -146,6 +149,22 @@ class VllmEngine:
         del self.llm
 
 
+def score_stock(
+    checkpoint: str | Path, sequences: Sequence[Sequence[int]], dtype: str, **options: Any
+) -> list[Tensor]:
+    """`VllmEngine.score` at temperature 1 by vLLM alone, on a quantized checkpoint, through its own kernels."""
+    with _undisturbed():
+        from vllm import LLM
+
+        llm = LLM(model=str(checkpoint), dtype=dtype, enforce_eager=not torch.cuda.is_available(), **options)
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(s)} for s in sequences], score_params(1.0), use_tqdm=False
+    )
+    scores = [prompt_logprobs(o.prompt_logprobs, s, 1.0) for o, s in zip(outputs, sequences, strict=True)]
+    llm.llm_engine.engine_core.shutdown()
+    return scores
+
+
 class _InProcess:
     """`sending.Control` over an LLM object."""
 
@@ -201,8 +220,8 @@ def _options(plan: Plan) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
-        "enforce_eager": not torch.cuda.is_available(),
         "disable_log_stats": True,
+        **({} if torch.cuda.is_available() else CPU),
     }
 
 
@@ -215,9 +234,10 @@ def _stop_tokens(llm: Any) -> tuple[int, ...]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Put back what vLLM changes of the process that it starts in."""
+    """Start vLLM in this process, and put back what it changes of it."""
     threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state(), torch.get_rng_state())
     before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         yield
     finally:

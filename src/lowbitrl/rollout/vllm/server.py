@@ -68,10 +68,10 @@ class VllmServer:
             "--logprobs-mode": "processed_logprobs",
             "--served-model-name": "policy",
         }
-        eager = [] if torch.cuda.is_available() else ["--enforce-eager"]
+        on_cpu = [] if torch.cuda.is_available() else ["--enforce-eager", "--no-enable-chunked-prefill"]
         # Not the command `vllm serve`: it asks for the version of a distribution called vllm, which a CPU build is not.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += [part for pair in flags.items() for part in pair] + eager + list(arguments)
+        command += [part for pair in flags.items() for part in pair] + on_cpu + list(arguments)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
