@@ -123,16 +123,6 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (
     for (int j = 0; j < 4; ++j) v[j] = multiply(v[j], scale);
 }
 
-template <Format F>
-__device__ __forceinline__ uint32_t load_scales(const Problem& p, const uint8_t* scale, int row, int column) {
-    if constexpr (F == NVFP4) {
-        return __ldg(reinterpret_cast<const uint16_t*>(scale + (size_t(row) * p.k + column) / 16));
-    } else {
-        const size_t at = size_t(row) * (p.k / p.group) + column / p.group;
-        return __ldg(reinterpret_cast<const uint16_t*>(scale) + at);
-    }
-}
-
 // What a thread has in flight for one chunk: its columns of two rows of each of its row tiles.
 template <int ROWS>
 struct Stage {
@@ -140,20 +130,44 @@ struct Stage {
     uint32_t scales[ROWS][2];
 };
 
+// Where a thread's next columns lie, in bytes from the matrix's first code and first scale.
+template <Format F, int ROWS>
+struct Cursor {
+    uint32_t codes[ROWS][2], scales[ROWS][2];
+    uint32_t scale_step;
+};
+
 template <Format F, int ROWS, int STEP>
-__device__ __forceinline__ void fetch(Stage<ROWS>& s, const Problem& p, const uint8_t* codes, const uint8_t* scale,
-                                      int first_row, int column, bool live) {
+__device__ __forceinline__ Cursor<F, ROWS> point(const Problem& p, int first_row, int column) {
+    Cursor<F, ROWS> at;
+    const int group = F == NVFP4 ? 16 : p.group, bytes = F == NVFP4 ? 1 : 2;
+    at.scale_step = CHUNK / group * bytes;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + r * STEP + half * 8;
-            s.codes[r][half] = make_uint4(0, 0, 0, 0);
-            s.scales[r][half] = 0;
-            if (live && row < p.n && column < p.k) {
-                s.codes[r][half] = load_codes(codes + (size_t(row) * p.k + column) / 2);
-                s.scales[r][half] = load_scales<F>(p, scale, row, column);
+            // Past the last row the last one is read again: its sums go nowhere, and loads need no condition.
+            const uint32_t row = min(first_row + r * STEP + half * 8, p.n - 1);
+            at.codes[r][half] = row * uint32_t(p.k / 2) + column / 2;
+            at.scales[r][half] = (row * uint32_t(p.k / group) + column / group) * bytes;
+        }
+    return at;
+}
+
+// Loads a chunk and moves on; where `live` is false the stage keeps what it held, which is finite.
+template <Format F, int ROWS>
+__device__ __forceinline__ void fetch(Stage<ROWS>& s, Cursor<F, ROWS>& at, const uint8_t* codes, const uint8_t* scale,
+                                      bool live) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (live) {
+                s.codes[r][half] = load_codes(codes + at.codes[r][half]);
+                s.scales[r][half] = __ldg(reinterpret_cast<const uint16_t*>(scale + at.scales[r][half]));
             }
+            at.codes[r][half] += CHUNK / 2;
+            at.scales[r][half] += at.scale_step;
         }
 }
 
@@ -269,14 +283,16 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
     const int chunks = (p.k + CHUNK - 1) / CHUNK;
     const int begin = chunks * rank / splits, end = chunks * (rank + 1) / splits;
     const int own_row = (GROUP ? warp / 4 * ROWS * 64 + warp % 4 * 16 : warp * ROWS * 16) + quad;
-    const int tile_row = blockIdx.x / splits * HEIGHT, first_row = tile_row + own_row;
+    const int tile_row = blockIdx.x / splits * HEIGHT;
     const uint8_t* codes = p.codes + size_t(expert) * p.n * (p.k / 2);
     const uint8_t* scale = p.scale + size_t(expert) * p.n * (F == NVFP4 ? p.k / 16 : p.k / p.group * 2);
 
-    Stage<ROWS> stages[STAGES];
+    Stage<ROWS> stages[STAGES] = {};
+    Cursor<F, ROWS> at = point<F, ROWS, STEP>(p, tile_row + own_row, begin * CHUNK + member * SEGMENT);
+    // Chunks that hold columns of this thread: only the last one may not.
+    const int full = min(end, (p.k - member * SEGMENT + CHUNK - 1) / CHUNK);
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s)
-        fetch<F, ROWS, STEP>(stages[s], p, codes, scale, first_row, (begin + s) * CHUNK + member * SEGMENT, begin + s < end);
+    for (int s = 0; s < STAGES; ++s) fetch<F, ROWS>(stages[s], at, codes, scale, begin + s < full);
     float acc[ROWS][TILES][4] = {};
     __syncthreads();
     for (int start = begin; start < end; start += phase) {
@@ -294,8 +310,7 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
                 } else {
                     if (c + s < stop) consume<F, TILES, ROWS>(stages[s], x, acc, lane);
                 }
-                const int next = c + s + STAGES;
-                fetch<F, ROWS, STEP>(stages[s], p, codes, scale, first_row, next * CHUNK + member * SEGMENT, next < end);
+                fetch<F, ROWS>(stages[s], at, codes, scale, c + s + STAGES < full);
             }
         }
         if constexpr (GROUP) group_wait<0>();
