@@ -1,4 +1,4 @@
-"""Measure every variant of the 4-bit products on this GPU and write the table that ``backend="auto"`` reads.
+"""Check and measure every variant of the 4-bit products on this GPU and write the table that ``backend="auto"`` reads.
 
     python benchmarks/choose_products.py [--out src/lowbitrl/kernels/w4a16_choices.json]
 
@@ -144,12 +144,34 @@ def grouped_rows(name: str) -> Iterator[dict]:
             yield row(name, True, block, n, k, fastest(calls_of, own), None)
 
 
+def check_variants() -> None:
+    """Every variant against the reference, before any is timed; the table is what models trust.
+
+    Raises:
+        ValueError: a result is further from the reference than one BF16 rounding of it.
+    """
+    for name in FORMATS:
+        for variant in {v for tiles in (1, 2, 4, 8, 16) for v in variants(tiles)}:
+            q = random_weight(name, variant.height + 8, 1152)
+            x = torch.randn(variant.tiles * TOKENS_A_TILE + 3, 1152, device="cuda").bfloat16()
+            wanted = w4a16_matmul(x, q, backend="reference").float()
+            for splits in (1, 2, 4):
+                out = torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)
+                launch(x, describe(q), out, (variant, splits))
+                error = (out.float() - wanted).abs() - 2**-7 * wanted.abs() - 1e-5 * wanted.abs().amax()
+                if not bool((error <= 0).all()):
+                    raise ValueError(
+                        f"{name} {variant} splits {splits} differs from the reference; do not use it"
+                    )
+
+
 def main() -> None:
     """Measure, print as it goes, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=TABLE)
     out = parser.parse_args().out
     torch.manual_seed(0)
+    check_variants()
     rows = [r for name in FORMATS for rows_of in (dense_rows, grouped_rows) for r in rows_of(name)]
     head = {"made_by": "python benchmarks/choose_products.py", "gpu": torch.cuda.get_device_name()}
     lines = ",\n  ".join(json.dumps(r) for r in rows)

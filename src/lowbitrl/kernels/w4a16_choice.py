@@ -52,6 +52,15 @@ class Choice(NamedTuple):
 
 
 @functools.cache
+def measured_on() -> str | None:
+    """The GPU that the table's variants were checked and measured on; None while the table is a guess.
+
+    Until a GPU has run them, models multiply decoded weights: these products are called by name only.
+    """
+    return json.loads(TABLE.read_text())["gpu"]
+
+
+@functools.cache
 def table() -> tuple[Choice, ...]:
     """Every row, in the file's order."""
     rows = json.loads(TABLE.read_text())["rows"]

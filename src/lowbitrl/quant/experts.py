@@ -27,6 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
+from lowbitrl.kernels.w4a16_choice import measured_on
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.linear import CODE_PAIRS, ActivationSite, in_place, straight_through
 from lowbitrl.quant.plan import LayerPlan
@@ -271,7 +272,12 @@ class WornExperts:
 
     def multiplies_bytes(self, hidden: Tensor) -> bool:
         """Whether 4-bit bytes are read as they are: BF16 tokens on a GPU, on the rollout side."""
-        if not hidden.is_cuda or hidden.dtype != torch.bfloat16 or torch.is_grad_enabled():
+        if (
+            not hidden.is_cuda
+            or hidden.dtype != torch.bfloat16
+            or torch.is_grad_enabled()
+            or measured_on() is None
+        ):
             return False
         second = self.w2.site
         # A residual chosen expert by expert, and a maximum observed over real tokens, need more than rows.

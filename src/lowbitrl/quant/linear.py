@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowbitrl.formats import Calibrator, Format, QuantizedTensor, get_format
 from lowbitrl.formats.format import absmax
 from lowbitrl.kernels.w4a16 import w4a16_matmul
-from lowbitrl.kernels.w4a16_choice import prefers_cublas
+from lowbitrl.kernels.w4a16_choice import measured_on, prefers_cublas
 from lowbitrl.kernels.w8a8 import w8a8_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.plan import LayerPlan
@@ -291,7 +291,7 @@ CODE_PAIRS = {("fp8-token", "fp8-channel"), ("int8-token", "int8-channel")}
 
 def multiplies_codes(x: Tensor, site: ActivationSite | None, bytes_: QuantizedTensor | None) -> bool:
     """Whether 8-bit codes of both sides are multiplied as they are: BF16 work on a GPU, a scale a row."""
-    if site is None or bytes_ is None or not x.is_cuda or x.dtype != torch.bfloat16:
+    if site is None or bytes_ is None or not x.is_cuda or x.dtype != torch.bfloat16 or measured_on() is None:
         return False
     return site.scale is None and site.quantizes and (site.format.name, bytes_.format) in CODE_PAIRS
 
@@ -350,7 +350,7 @@ class RolloutLinear(nn.Linear):
 
 def multiplies_bytes(x: Tensor, encoded: QuantizedTensor) -> bool:
     """Whether a product of x (..., K) should read 4-bit bytes: few BF16 tokens on a GPU."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or why_not_weight4(encoded):
+    if not x.is_cuda or x.dtype != torch.bfloat16 or measured_on() is None or why_not_weight4(encoded):
         return False
     return not prefers_cublas(encoded.global_scale is not None, x[..., 0].numel(), *encoded.shape)
 
