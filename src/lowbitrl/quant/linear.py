@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbitrl.formats import Calibrator, Format, QuantizedTensor, get_format
-from lowbitrl.formats.format import absmax
+from lowbitrl.kernels.quantize import absmax, encode, quantize
+from lowbitrl.kernels.residual import quantize_residual
 from lowbitrl.kernels.w4a16 import w4a16_matmul
 from lowbitrl.kernels.w4a16_choice import measured_on, prefers_cublas
 from lowbitrl.kernels.w8a8 import w8a8_matmul
@@ -103,11 +104,11 @@ def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, Quantized
         ValueError: NaN or Inf in a weight, naming it.
     """
     joint = _joint_absmax(weights) if len(weights) > 1 and fmt.per == "tensor" else None
-    return {name: fmt.quantize(w, amax=joint, name=f"{name}.weight") for name, w in weights.items()}
+    return {name: encode(w, fmt, amax=joint, name=f"{name}.weight") for name, w in weights.items()}
 
 
 def _joint_absmax(weights: dict[str, Tensor]) -> Tensor:
-    peaks = {name: absmax(weight) for name, weight in weights.items()}
+    peaks = {name: absmax(weight).view(()) for name, weight in weights.items()}
     for name, peak in peaks.items():
         if not torch.isfinite(peak):
             raise ValueError(f"{name}.weight holds NaN or Inf; resume from the last good checkpoint")
@@ -157,7 +158,7 @@ class ActivationSite:
         """The bytes whose values `__call__` gives; only where there is no residual and no static scale."""
         assert not self.residual
         assert self.scale is None
-        return self._once(x, lambda exact: self.format.quantize(exact, check=False))
+        return self._once(x, lambda exact: quantize(exact, self.format))
 
     def quantized(self, x: Tensor, real: Tensor | None) -> Tensor | None:
         """X~ of rows (..., K), observed on the way; None where the input stays as it is."""
@@ -165,7 +166,9 @@ class ActivationSite:
             self.scale.observe(x, real)
         if not self.quantizes or (self.scale is not None and self.tokens.open):
             return None
-        amax = None if self.scale is None else self.scale.amax
+        if self.scale is None:
+            return quantize_residual(x, self.residual, format=self.format, scope=self.scope, real=real)
+        amax = self.scale.amax
         return compensate(x, self.format, self.residual, self.scope, real, amax=amax, repair=self.repair)
 
     def _once(self, x: Tensor, quantize: Callable[[Tensor], Any]) -> Any:
