@@ -20,7 +20,7 @@ from lowbitrl.formats import Calibrator, Format, QuantizedTensor, get_format
 from lowbitrl.kernels.quantize import absmax, encode, quantize
 from lowbitrl.kernels.residual import quantize_residual
 from lowbitrl.kernels.w4a16 import w4a16_matmul
-from lowbitrl.kernels.w4a16_choice import measured_on, prefers_cublas
+from lowbitrl.kernels.w4a16_choice import measured_on
 from lowbitrl.kernels.w8a8 import w8a8_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.plan import LayerPlan
@@ -326,8 +326,8 @@ class RolloutLinear(nn.Linear):
 
     `encoded` is what was published: by reference on a CPU, in storage of its own on CUDA, where
     captured graphs hold its address. `weight` is its decoded value in the compute dtype, for
-    products that decoding would cost more than: all of them on a CPU, prefill on CUDA. Decoding
-    a few hundred tokens on CUDA reads 4-bit bytes instead (`kernels.w4a16_matmul`).
+    products that decoding would cost more than: all of them on a CPU, prefill on CUDA. A decode
+    step of a few tokens on CUDA reads 4-bit bytes instead (`kernels.w4a16_matmul`).
     """
 
     plan: LayerPlan
@@ -351,11 +351,15 @@ class RolloutLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+FEW_TOKENS = 16
+"""Up to here reading 4-bit bytes beats cuBLAS on decoded weights (H200; docs/performance.md)."""
+
+
 def multiplies_bytes(x: Tensor, encoded: QuantizedTensor) -> bool:
     """Whether a product of x (..., K) should read 4-bit bytes: few BF16 tokens on a GPU."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or measured_on() is None or why_not_weight4(encoded):
         return False
-    return not prefers_cublas(encoded.global_scale is not None, x[..., 0].numel(), *encoded.shape)
+    return x[..., 0].numel() <= FEW_TOKENS
 
 
 def in_place(held: QuantizedTensor | None, encoded: QuantizedTensor) -> QuantizedTensor:
