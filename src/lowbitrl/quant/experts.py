@@ -29,7 +29,7 @@ from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_
 from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
 from lowbitrl.kernels.w4a16_choice import measured_on
 from lowbitrl.kernels.weights4 import why_not_weight4
-from lowbitrl.quant.linear import CODE_PAIRS, ActivationSite, in_place, straight_through
+from lowbitrl.quant.linear import CODE_PAIRS, CODES_CHECKED_ON, ActivationSite, in_place, straight_through
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.stacks import StackLayout, encode_stack, present, select, to_canonical
 
@@ -278,6 +278,8 @@ class WornExperts:
             or torch.is_grad_enabled()
             or measured_on() is None
         ):
+            return False
+        if CODES_CHECKED_ON is None and (self.w13.takes_codes() or self.w2.takes_codes()):
             return False
         second = self.w2.site
         # A residual chosen expert by expert, and a maximum observed over real tokens, need more than rows.

@@ -291,10 +291,19 @@ class _AlignedCodes(torch.autograd.Function):
 CODE_PAIRS = {("fp8-token", "fp8-channel"), ("int8-token", "int8-channel")}
 """Formats of activations and weights whose codes are multiplied as they are."""
 
+CODES_CHECKED_ON: str | None = None
+"""The GPU that products of codes have been compared on; None: not yet, and decoded values are multiplied."""
+
 
 def multiplies_codes(x: Tensor, site: ActivationSite | None, bytes_: QuantizedTensor | None) -> bool:
     """Whether 8-bit codes of both sides are multiplied as they are: BF16 work on a GPU, a scale a row."""
-    if site is None or bytes_ is None or not x.is_cuda or x.dtype != torch.bfloat16 or measured_on() is None:
+    if (
+        site is None
+        or bytes_ is None
+        or not x.is_cuda
+        or x.dtype != torch.bfloat16
+        or CODES_CHECKED_ON is None
+    ):
         return False
     return site.scale is None and site.quantizes and (site.format.name, bytes_.format) in CODE_PAIRS
 
