@@ -279,13 +279,16 @@ class WornExperts:
             or measured_on() is None
         ):
             return False
-        if CODES_CHECKED_ON is None and (self.w13.takes_codes() or self.w2.takes_codes()):
+        both = (self.w13, self.w2)
+        if not all(p.reads_bytes() for p in both) or (
+            CODES_CHECKED_ON is None and any(p.takes_codes() for p in both)
+        ):
             return False
         second = self.w2.site
         # A residual chosen expert by expert, and a maximum observed over real tokens, need more than rows.
         by_expert = second is not None and second.residual and second.scope == "batch"
         observing = second is not None and second.tokens.observing
-        return not by_expert and not observing and all(p.reads_bytes() for p in (self.w13, self.w2))
+        return not by_expert and not observing
 
     def forward_bytes(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
