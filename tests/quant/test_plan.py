@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowbitrl.quant import Recipe, resolve
+from lowbitrl.quant import Recipe, prepare, resolve
 from lowbitrl.quant.topology import fused_groups, match_all
+from lowbitrl.sync.publisher import publish
 from tests.conftest import tiny_llama
 
 NVFP4 = Recipe(rollout="nvfp4", learner="weights", residual=0.5)
@@ -144,3 +145,15 @@ def test_int4_takes_the_largest_group_that_fits_the_width():
     plan = resolve(Recipe(rollout="int4"), tiny_llama(intermediate_size=96))
     assert plan.by_name["model.layers.0.mlp.down_proj"].weight == "int4-g32"
     assert plan.by_name["model.layers.0.mlp.up_proj"].weight == "int4-g64"
+
+
+def test_a_fused_group_has_one_format_though_k_and_v_are_too_narrow_for_w4a8():
+    """q has 128 rows and k, v 64: the w4a8 re-encoding needs multiples of 128 in all of them."""
+    wide = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_llama(torch.bfloat16, **wide, head_dim=64)
+    plan = prepare(model, Recipe(rollout="int4-fp8"), "learner")
+    formats = {layer.name.rpartition(".")[2]: layer.weight for layer in plan.quantized}
+    assert {formats[f"{n}_proj"] for n in "qkv"} == {"int4-g128"}
+    assert {formats["gate_proj"], formats["up_proj"], formats["o_proj"]} == {"int4-g128:w4a8"}
+    served = publish(model, 1).tensors
+    assert served["model.layers.0.self_attn.k_proj.qdata"].shape == (64, 64)

@@ -24,6 +24,7 @@ from lowbitrl.quant.recipe import STATIC, Precision, Recipe
 from lowbitrl.quant.stacks import StackLayout, layout_of
 
 SMALLER_INT4_GROUPS = (128, 64, 32, 16)
+W4A8 = ":w4a8"
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def resolve(recipe: Recipe, model: nn.Module) -> Plan:
             layers += [_decide_stack(recipe, n, module, model, kept) for n in own if n in stacks]
         elif own:
             layers.append(_decide(recipe, name, module, linears, kept, group_of, moe=bool(stacks)))
-    plan = Plan(recipe, tuple(layers))
+    plan = Plan(recipe, tuple(_one_format_a_group(layers)))
     if recipe.rollout != "bf16" and not plan.quantized:
         raise ValueError(
             f"rollout={recipe.rollout!r} quantizes no module: keep={recipe.keep} covers every linear"
@@ -310,9 +311,26 @@ def _fit(precision: Precision, shape: tuple[int, ...]) -> str | None:
     if precision.weight != "int4-g128":
         return precision.weight
     if precision.activation and all(size % 128 == 0 for size in shape[-2:]):
-        return "int4-g128:w4a8"
+        return f"int4-g128{W4A8}"
     group = next((g for g in SMALLER_INT4_GROUPS if shape[-1] % g == 0), SMALLER_INT4_GROUPS[-1])
     return f"int4-g{group}"
+
+
+def _one_format_a_group(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """A fused group is one product: where a member is too narrow for w4a8's re-encoding, none has it."""
+    formats: dict[str, set[str | None]] = {}
+    for layer in layers:
+        formats.setdefault(layer.group, set()).add(layer.weight)
+    return [
+        dataclasses.replace(
+            layer,
+            weight=layer.weight and layer.weight.removesuffix(W4A8),
+            learner_weight=layer.learner_weight and layer.learner_weight.removesuffix(W4A8),
+        )
+        if layer.group and len(formats[layer.group]) > 1
+        else layer
+        for layer in layers
+    ]
 
 
 def _check_dtypes(model: nn.Module) -> None:
