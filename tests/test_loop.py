@@ -14,6 +14,7 @@ from lowbitrl import collect, loop
 from lowbitrl.assemble import evaluate_recipe
 from lowbitrl.config import load_config
 from lowbitrl.loop import train
+from lowbitrl.objectives import registry
 from lowbitrl.quant import PRECISIONS
 from lowbitrl.runs import read_metrics
 from lowbitrl.sync.sentinel import SentinelError
@@ -378,6 +379,7 @@ def squared(logprobs_BT, old_logprobs_BT, advantages_B1, mask_BT, *, scale: floa
 
 def test_a_run_trains_an_objective_of_the_user_s_own_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
     (tmp_path / "own_objective.py").write_text(OWN.format(name="own-squared"))
     own = {"name": "own-squared", "module": "own_objective", "parameters": {"scale": 0.5}}
     run = config(tmp_path, objective=own, trainer={"steps": 2})
