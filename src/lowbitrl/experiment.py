@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lowbitrl.assemble import Say
 from lowbitrl.compare import Job, check_same_prompts, jobs_that_fit, run_apart
 from lowbitrl.config import ConfigError, load_config
-from lowbitrl.diagnose.figures import Records, training_figure
+from lowbitrl.diagnose.figures import Records, group_of, training_figure
 from lowbitrl.loop import train
 from lowbitrl.runs import read_metrics
 
@@ -143,8 +144,7 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _wanted(job: Job, names: Sequence[str] | Mapping[str, Any], seeds: Sequence[int]) -> bool:
-    name = job.folder.name.rpartition("-seed")[0]
-    return name in names and (not seeds or job.config.seed in seeds)
+    return group_of(job.folder.name) in names and (not seeds or job.config.seed in seeds)
 
 
 def _run(planned: Sequence[Job], jobs: int, finished: Callable[[Job], None], say: Say) -> list[str]:
@@ -154,11 +154,13 @@ def _run(planned: Sequence[Job], jobs: int, finished: Callable[[Job], None], say
     count = jobs or jobs_that_fit(planned)
     say(f"{len(planned)} runs, {count} at a time")
     failed = []
+    writing = Lock()
 
     def one(job: Job) -> None:
         try:
             train(job.config, job.resumes, say=say) if count == 1 else run_apart(job, say)
-            finished(job)
+            with writing:  # runs that end together would mix their lines in one file
+                finished(job)
         except RuntimeError as error:
             failed.append(str(error))
 
@@ -197,9 +199,11 @@ def read_csv(file: Path) -> dict[str, list[dict[str, float]]]:
 def write_statistics(experiment: Experiment, runs: Mapping[str, Records], out: Path) -> Path:
     """statistics.json, table.md and training.png out of the runs there are."""
     order = {name: i for i, name in enumerate(experiment.variants)}
-    ours = {run: r for run, r in runs.items() if run.rpartition("-seed")[0] in order}
-    ours = dict(sorted(ours.items(), key=lambda item: (order[item[0].rpartition("-seed")[0]], item[0])))
-    scores = {name: _by_seed(ours, name) for name in order if _by_seed(ours, name)}
+    ours = {run: r for run, r in runs.items() if group_of(run) in order}
+    ours = dict(sorted(ours.items(), key=lambda item: (order[group_of(item[0])], item[0])))
+    scores: dict[str, dict[int, dict[str, float]]] = {}
+    for run, records in ours.items():
+        scores.setdefault(group_of(run), {})[int(run.rpartition("-seed")[2])] = score(records)
     reference = scores.get(experiment.reference, {})
     statistics = {
         name: {
@@ -217,22 +221,18 @@ def write_statistics(experiment: Experiment, runs: Mapping[str, Records], out: P
     return file
 
 
-def _by_seed(runs: Mapping[str, Records], variant: str) -> dict[int, dict[str, float]]:
-    named = {run: run.rpartition("-seed") for run in runs}
-    return {int(seed): score(runs[run]) for run, (name, _, seed) in named.items() if name == variant}
-
-
 def score(records: Records) -> dict[str, float]:
     """A run's figures: held-out pass@1 at the end and over the run, reward at the end, mismatch."""
     evaluated = [r["eval/pass@1"] for r in records if "eval/pass@1" in r]
-    steps = [r for r in records if r["step"] >= 0]
+    rewards = [r["reward/mean"] for r in records if r["step"] >= 0]
+    mismatch = [r["mismatch/abs_mean"] for r in records if "mismatch/abs_mean" in r]
     figures = {
         "held-out, end": _mean(evaluated[-LAST:]),
         "held-out, whole run": _mean(evaluated),
         "held-out, best": max(evaluated, default=math.nan),
-        "reward, end": _mean([r["reward/mean"] for r in steps][-TAIL:]),
-        "mismatch, start": _mean([r["mismatch/abs_mean"] for r in steps if "mismatch/abs_mean" in r][:TAIL]),
-        "mismatch, end": _mean([r["mismatch/abs_mean"] for r in steps if "mismatch/abs_mean" in r][-TAIL:]),
+        "reward, end": _mean(rewards[-TAIL:]),
+        "mismatch, start": _mean(mismatch[:TAIL]),
+        "mismatch, end": _mean(mismatch[-TAIL:]),
     }
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 

@@ -58,7 +58,7 @@ def _config(run: Path) -> RunConfig:
 
 
 def _choose(run: Path, step: str) -> Path:
-    kept = {int(path.name[5:]): path for path in (run / "checkpoints").glob("step-*")}
+    kept = checkpoint.steps(run / "checkpoints")
     if not kept:
         raise FileNotFoundError(
             f"{run} holds no checkpoint; train with checkpoint.final=true or checkpoint.every"
@@ -69,7 +69,7 @@ def _choose(run: Path, step: str) -> Path:
         return kept[_best(run, set(kept))]
     if not step.isdigit() or int(step) not in kept:
         raise ValueError(
-            f"step={step!r} is not among the checkpoints of {run}: {', '.join(map(str, sorted(kept)))}; give one "
+            f"step={step!r} is not among the checkpoints of {run}: {', '.join(map(str, kept))}; give one "
             "of them, last or best"
         )
     return kept[int(step)]

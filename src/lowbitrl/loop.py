@@ -14,7 +14,7 @@ from lowbitrl import collect
 from lowbitrl.assemble import Parts, Say, assemble
 from lowbitrl.config import RunConfig
 from lowbitrl.evaluation import evaluate
-from lowbitrl.runs import RunFolder
+from lowbitrl.runs import PHASES, RunFolder
 from lowbitrl.tasks import make_task
 from lowbitrl.tracking import trackers
 from lowbitrl.trainer import checkpoint
@@ -55,8 +55,7 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
             left = (time.perf_counter() - began) / (step + 1 - start) * (config.trainer.steps - step - 1)
             say(f"{_progress(step, config.trainer.steps, metrics)}{_remaining(left)}")
             if step == start:
-                laps = ("gen", "update", "publish", "eval")
-                say("first step: " + ", ".join(f"{lap} {metrics[f'timing/{lap}']:.1f}s" for lap in laps))
+                say("first step: " + ", ".join(f"{lap} {metrics[f'timing/{lap}']:.1f}s" for lap in PHASES))
             if (notice := parts.notice()) is not None:
                 say(notice)
             if _due(config, step + 1) or interrupted():
@@ -117,7 +116,7 @@ def _progress(step: int, steps: int, metrics: Metrics) -> str:
         parts += [f"mismatch {metrics['mismatch/abs_mean']:.4f}", f"grad {metrics['actor/grad_norm']:.2f}"]
     if "eval/pass@1" in metrics:
         parts.append(_pass_at_1(metrics))
-    seconds = sum(metrics[f"timing/{lap}"] for lap in ("gen", "update", "publish", "eval"))
+    seconds = sum(metrics[f"timing/{lap}"] for lap in PHASES)
     return "  ".join([*parts, f"{seconds:.1f}s"])
 
 

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+PHASES = ("gen", "update", "publish", "eval")
+"""Parts of a step, as timing/* names them."""
+
 
 class RunFolder:
     """An open run folder, locked against a second writer until `close`.
@@ -76,7 +79,7 @@ class RunFolder:
 
     def read_json(self, name: str) -> Any:
         """What `write_json` wrote."""
-        return json.loads((self.path / name).read_text())
+        return read_json(self.path / name)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line of metrics, flushed, then tell every listener."""

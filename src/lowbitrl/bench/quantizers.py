@@ -17,7 +17,7 @@ from lowbitrl.kernels import absmax, fake_quantize, quantize, quantize_residual
 from lowbitrl.kernels.checksum import word_checksum
 
 from .record import Bench, Row
-from .timing import cold_sets
+from .timing import Call, cold_sets
 
 ACTIVATIONS = "nvfp4-token"
 WIDTHS = (2048, 7168)
@@ -76,43 +76,24 @@ def _activation_findings(bench: Bench, rows: int, width: int, plain: Row, repair
 def _weights(bench: Bench, shape: tuple[int, ...]) -> None:
     count = shape[0] * shape[1]
     weights = [_gaussian(shape, bench.device) for _ in range(cold_sets(4 * count) + 1)]
+    cold = partial(bench.measure, shape=str(shape), l2="cold", backend=_backend(bench), samples=15)
+
+    def requantize(name: str, calls: list[Call], remark: str = "") -> None:
+        row = cold("fake_quantize", calls=calls, nbytes=4 * count, note=f"{name}{remark}")
+        what = f"learner weight QDQ {name} {shape}{remark}: share of copy bandwidth"
+        bench.find(what, row.ratio, at_least=0.7)
+
     for name in WEIGHT_FORMATS:
-        calls = [partial(fake_quantize, w, name) for w in weights]
-        row = bench.measure(
-            "fake_quantize",
-            str(shape),
-            calls,
-            nbytes=4 * count,
-            l2="cold",
-            backend=_backend(bench),
-            note=name,
-            samples=15,
-        )
-        bench.find(f"learner weight QDQ {name} {shape}: share of copy bandwidth", row.ratio, at_least=0.7)
+        requantize(name, [partial(fake_quantize, w, name) for w in weights])
         encoded = quantize(weights[0], name).nbytes
-        bench.measure(
-            "quantize", str(shape), [partial(quantize, w, name) for w in weights],
-            nbytes=2 * count + encoded, l2="cold", backend=_backend(bench), note=name, samples=15,
-        )  # fmt: skip
+        calls: list[Call] = [partial(quantize, w, name) for w in weights]
+        cold("quantize", calls=calls, nbytes=2 * count + encoded, note=name)
     peaks = [absmax(w) for w in weights]
-    calls = [partial(fake_quantize, w, "nvfp4", amax=p) for w, p in zip(weights, peaks, strict=True)]
-    row = bench.measure(
-        "fake_quantize",
-        str(shape),
-        calls,
-        nbytes=4 * count,
-        l2="cold",
-        backend=_backend(bench),
-        note="nvfp4, amax known",
-        samples=15,
-    )
-    bench.find(
-        f"learner weight QDQ nvfp4 {shape}, amax known: share of copy bandwidth", row.ratio, at_least=0.7
-    )
-    calls = [partial(absmax, w) for w in weights]
-    bench.measure(
-        "absmax", str(shape), calls, nbytes=2 * count, l2="cold", backend=_backend(bench), samples=15
-    )
+    known: list[Call] = [
+        partial(fake_quantize, w, "nvfp4", amax=p) for w, p in zip(weights, peaks, strict=True)
+    ]
+    requantize("nvfp4", known, ", amax known")
+    cold("absmax", calls=[partial(absmax, w) for w in weights], nbytes=2 * count)
 
 
 def _publish(bench: Bench, shape: tuple[int, ...]) -> None:

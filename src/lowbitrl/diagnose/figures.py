@@ -17,12 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from lowbitrl.runs import PHASES
+
 Records = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Records]
 Draw = Callable[[], Figure]
 # Seen apart by readers who confuse red and green, on white and on near-black.
 COLORS = ("#2f86b7", "#d1704a", "#4f9d69", "#9a7bb5", "#c9a227", "#7d8597", "#2a9d8f", "#c2185b")
-PHASES = ("gen", "update", "publish", "eval")
 INK = {"light": ("#222222", "#ffffff"), "dark": ("#dddddd", "#181a1b")}
 SMOOTH = 3
 PANELS = (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lowbitrl.diagnose import page
-from lowbitrl.diagnose.figures import PHASES, Records, group_of, median, time_figure, training_figure
-from lowbitrl.runs import read_metrics
+from lowbitrl.diagnose.figures import Records, group_of, median, time_figure, training_figure
+from lowbitrl.runs import PHASES, read_metrics
 
 TAIL = 5  # steps averaged for "at the end"
 

@@ -71,7 +71,7 @@ def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, A
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
     _flush(folder)
-    for old in [path for path in _steps(folder) if _number(path) <= step][: -max(keep, 1)]:
+    for old in [path for number, path in steps(folder).items() if number <= step][: -max(keep, 1)]:
         shutil.rmtree(old)
     return final
 
@@ -79,7 +79,7 @@ def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, A
 def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose bytes are those written, and a line for each newer one that is damaged."""
     damaged = []
-    for path in reversed(_steps(folder)):
+    for path in reversed(steps(folder).values()):
         fault = _fault(path)
         if fault is None:
             return Checkpoint(path, state_of(path)), damaged
@@ -115,14 +115,11 @@ def load_masters(path: Path, model: nn.Module) -> None:
         parameter.copy_(masters[name])
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Checkpoint folders in the order of their steps; what a user put beside them is left alone."""
+def steps(folder: Path) -> dict[int, Path]:
+    """Checkpoint folders by step, in its order; what a user put beside them is left alone."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name) and p.is_dir()), key=_number)
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    numbered = {int(m[1]): p for p in found if (m := re.fullmatch(r"step-(\d+)", p.name)) and p.is_dir()}
+    return dict(sorted(numbered.items()))
 
 
 def _fault(path: Path) -> str | None:
