@@ -6,6 +6,7 @@ import pytest
 
 from lowbitrl.config import ConfigError
 from lowbitrl.experiment import (
+    append_csv,
     load_experiment,
     overrides,
     plan_runs,
@@ -123,3 +124,13 @@ def test_an_unknown_variant_and_a_missing_file_are_named(tmp_path):
         run_experiment(written(tmp_path), tmp_path / "out", only=["naive"])
     with pytest.raises(ConfigError, match="does not exist"):
         load_experiment(tmp_path / "none.toml")
+
+
+def test_metrics_of_an_earlier_version_are_kept_under_todays_columns(tmp_path):
+    file = tmp_path / "metrics.csv"
+    file.write_text("run,step,reward/mean,timing/gen\nold-seed0,0,0.5,2\nold-seed0,1,0.25,\n")
+    append_csv(file, "new-seed0", [{"step": 0, "reward/mean": 1.0, "actor/outside_band_negative": 0.125}])
+    assert read_csv(file) == {
+        "old-seed0": [{"step": 0, "reward/mean": 0.5, "timing/gen": 2.0}, {"step": 1, "reward/mean": 0.25}],
+        "new-seed0": [{"step": 0, "reward/mean": 1.0, "actor/outside_band_negative": 0.125}],
+    }

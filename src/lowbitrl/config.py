@@ -43,7 +43,7 @@ class ModelConfig(_Section):
 
     Attributes:
         name: local checkpoint folder, hub id, or "demo" (SmolLM2-135M-Instruct).
-        dtype: compute dtype of both sides; masters are fp32 either way.
+        dtype: compute dtype of both sides; masters are fp32 unless optimizer.masters says otherwise.
         device: "auto" takes CUDA where there is one.
     """
 

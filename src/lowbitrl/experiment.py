@@ -37,9 +37,11 @@ from lowbitrl.runs import read_metrics
 # What is kept of a run's metrics: enough for every figure, a few hundred bytes a step.
 COLUMNS = (
     "reward/mean", "eval/pass@1", "mismatch/abs_mean", "mismatch/abs_p99", "rollout_corr/k3_kl", "rollout_corr/ess",
-    "actor/pg_clipfrac", "actor/entropy", "actor/grad_norm", "actor/kl_loss", "quant/changed_codes",
-    "routing/agreement", "rollout/tokens_mean", "timing/gen", "timing/update", "timing/tokens_per_s",
+    "actor/pg_clipfrac", "actor/outside_band_positive", "actor/outside_band_negative", "actor/entropy",
+    "actor/grad_norm", "actor/kl_loss", "quant/changed_codes", "routing/agreement", "rollout/tokens_mean",
+    "rollout/low_prob_positive", "rollout/low_prob_negative", "rollout/repetition", "timing/gen", "timing/update", "timing/tokens_per_s",
 )  # fmt: skip
+HEADER = ["run", "step", *COLUMNS]
 TAIL = 10  # training steps averaged at the end
 LAST = 3  # evaluations averaged at the end
 # Student's t, two-sided 95%, by degrees of freedom 1, 2, ...; normal beyond.
@@ -170,15 +172,24 @@ def _run(planned: Sequence[Job], jobs: int, finished: Callable[[Job], None], say
 
 
 def append_csv(file: Path, run: str, records: Records) -> None:
-    """Add a run's lines, numbers to five digits."""
-    new = not file.exists()
+    """Add a run's lines, numbers to five digits; a file with other columns is written anew with ours."""
+    earlier = read_csv(file)
+    if earlier and not _has_our_columns(file):
+        file.unlink()
+        for name, lines in earlier.items():
+            append_csv(file, name, lines)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", newline="") as stream:
         writer = csv.writer(stream)
-        if new:
-            writer.writerow(["run", "step", *COLUMNS])
+        if not earlier:
+            writer.writerow(HEADER)
         for record in records:
             writer.writerow([run, record["step"], *(_short(record.get(name)) for name in COLUMNS)])
+
+
+def _has_our_columns(file: Path) -> bool:
+    with file.open(newline="") as stream:
+        return next(csv.reader(stream)) == HEADER
 
 
 def _short(value: float | None) -> str:

@@ -287,3 +287,35 @@ def test_the_kl_of_a_reward_is_that_to_the_start_policy(kind):
 def test_a_kl_without_a_reference_is_refused():
     with pytest.raises(ValueError, match="kl_coef=0 keeps no reference"):
         make_trainer().reference_kl(batch_of())
+
+
+def test_bypass_takes_the_ratio_from_the_rollouts_logprobs():
+    trainer = make_trainer(old_logprobs="rollout")
+    batch = batch_of()
+    ours = trainer.score(batch)
+    metrics = trainer.update(batch, 0)
+    expected = (ours - batch.rollout_logprobs)[batch.mask].exp().mean()
+    assert metrics["actor/ratio_mean"] == pytest.approx(float(expected), rel=1e-4)
+    gap = (ours - batch.rollout_logprobs)[batch.mask].abs().mean()
+    assert metrics["mismatch/abs_mean"] == pytest.approx(float(gap), rel=1e-4)
+    assert make_trainer().update(batch, 0)["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_bypass_refuses_what_it_makes_meaningless():
+    with pytest.raises(ValueError, match="correction='tis'"):
+        make_trainer(ObjectiveConfig(name="grpo", correction="tis"), old_logprobs="rollout")
+
+
+def test_masters_in_the_compute_dtype_lose_steps_below_half_an_ulp():
+    moved = {}
+    for masters in ("float32", "compute"):
+        trainer = make_trainer(
+            dtype=torch.bfloat16,
+            optimizer=OptimizerConfig(learning_rate=1e-5, max_grad_norm=0, masters=masters),
+        )
+        before = [m.detach().clone() for m in trainer.optimizer.masters.values()]
+        trainer.update(batch_of(), 0)
+        after = trainer.optimizer.masters.values()
+        moved[masters] = sum(int((a != b).sum()) for a, b in zip(after, before, strict=True))
+    # A BF16 weight of 0.02 has an ulp of 1.2e-4: AdamW's first step of 1e-5 moves few of them.
+    assert moved["compute"] < 0.3 * moved["float32"]

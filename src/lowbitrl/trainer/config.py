@@ -125,6 +125,11 @@ class TrainerConfig(BaseModel):
         layout: "padded" rows, or "packed" into one row with restarting positions.
         logprob_chunk: hidden states scored at once by the output head.
         gradient_checkpointing: recompute layers in backward instead of keeping activations.
+        old_logprobs: what the ratio starts from. "learner": its own log-probabilities at the version
+            that sampled. "rollout": the engine's (bypass): one pass less with several optimizer steps
+            a batch, and the ratio then corrects the mismatch as well, within the clip range;
+            corrections of the mismatch have nothing left to do and are refused. mismatch/* then
+            compares each response with the pass it trained in.
         routing_replay: experts of the learner's passes in a mixture of experts. "none": its routers
             choose. "R3": those that the rollout took (it must record them), in every pass. "R2":
             those that the learner chose when it first scored the batch, in the passes after it; a
@@ -140,4 +145,5 @@ class TrainerConfig(BaseModel):
     layout: Layout = "padded"
     logprob_chunk: int = Field(default=1024, ge=1)
     gradient_checkpointing: bool = False
+    old_logprobs: Literal["learner", "rollout"] = "learner"
     routing_replay: Literal["none", "R2", "R3"] = "none"

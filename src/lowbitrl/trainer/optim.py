@@ -27,6 +27,9 @@ class OptimizerConfig(BaseModel):
             same order of magnitude fits.
         betas / eps: AdamW's decay rates and its denominator's addend.
         weight_decay: decoupled. momentum: Muon's.
+        masters: "float32", or "compute": the optimizer steps the parameters in the compute dtype
+            themselves, gradients and moments included, as both papers do: less memory, and steps
+            below half a BF16 ulp are lost.
         warmup_steps: optimizer steps of linear warm-up from 0.
         max_grad_norm: total L2 norm above which gradients are scaled down; 0 turns it off.
     """
@@ -40,6 +43,7 @@ class OptimizerConfig(BaseModel):
     eps: float = Field(default=1e-15, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
+    masters: Literal["float32", "compute"] = "float32"
     warmup_steps: int = Field(default=0, ge=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
 
@@ -63,7 +67,8 @@ class MasterOptimizer:
                 "no parameter of the model has requires_grad, so nothing would train; give the learner, prepared with "
                 "side='learner'"
             )
-        self.masters = {n: _master(p) for n, p in self.parameters.items()}
+        own = config.masters == "compute"
+        self.masters = {n: p if own else _master(p) for n, p in self.parameters.items()}
         hidden = _hidden_matrices(model, self.parameters) if config.name == "muon" else set()
         self.optimizers = _build(config, self.masters, hidden)
         for name, parameter in self.parameters.items():

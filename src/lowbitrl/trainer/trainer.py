@@ -59,6 +59,7 @@ class Trainer:
             raise ValueError(
                 f"routing_replay={config.routing_replay!r} needs a mixture of experts; this model has no routers"
             )
+        _check_bypass(config, objective)
         self.config = config
         self.objective = objective
         self.temperature = temperature
@@ -145,7 +146,9 @@ class Trainer:
 
     def _update(self, batch: TrainingBatch, step: int) -> Metrics:
         old = None
-        if self._needs_old(len(batch)):
+        if self.config.old_logprobs == "rollout":
+            old = batch.rollout_logprobs
+        elif self._needs_old(len(batch)):
             old, batch = self._first_score(batch)
         elif self.config.routing_replay == "R2":
             batch = dataclasses.replace(batch, routes=None)
@@ -157,7 +160,7 @@ class Trainer:
             metrics, logprobs = self._step(batch.select(rows), _rows(old, rows), _rows(reference, rows), step)
             seen[rows] = logprobs
             total.append((len(rows), metrics))
-        before = seen if old is None else old
+        before = seen if old is None or self.config.old_logprobs == "rollout" else old
         compared = mismatch_metrics(before, batch.rollout_logprobs, batch.mask)
         errors = error_token_metrics(before, batch.advantages, batch.mask, tokens=_token_matrix(batch))
         return _mean(total) | {name: float(value) for name, value in (compared | errors).items()}
@@ -260,6 +263,20 @@ class Trainer:
                 f"{list(batch.prompts[0])[:16]}...; no optimizer step was taken with it"
             )
         return number
+
+
+def _check_bypass(config: TrainerConfig, objective: ObjectiveConfig) -> None:
+    if config.old_logprobs == "learner":
+        return
+    if objective.correction != "none":
+        raise ValueError(
+            f"objective.correction={objective.correction!r} weighs old against rollout log-probabilities, which "
+            "old_logprobs='rollout' makes equal; set correction='none', or old_logprobs='learner'"
+        )
+    if config.routing_replay == "R2":
+        raise ValueError(
+            "routing_replay='R2' replays the pass that old_logprobs='rollout' leaves out; use 'R3' or 'none'"
+        )
 
 
 def _own_choice(batch: TrainingBatch) -> None:
