@@ -58,6 +58,7 @@ def test_runs_are_made_once_and_statistics_come_from_the_metrics_alone(tmp_path,
     run_experiment(file, out, redraw=True)
     assert (out / "statistics.json").read_text() == before
     assert (out / "training.png").exists()
+    assert (out / "scores.png").exists()
 
 
 def test_a_difference_is_claimed_only_where_its_paired_interval_excludes_zero(tmp_path):

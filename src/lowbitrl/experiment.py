@@ -30,20 +30,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lowbitrl.assemble import Say
 from lowbitrl.compare import Job, check_same_prompts, jobs_that_fit, run_apart
 from lowbitrl.config import ConfigError, load_config
-from lowbitrl.diagnose.figures import Records, group_of, training_figure
+from lowbitrl.diagnose.figures import COLORS, Records, group_of, scores_figure, training_figure
 from lowbitrl.loop import train
 from lowbitrl.runs import read_metrics
 
 # What is kept of a run's metrics: enough for every figure, a few hundred bytes a step.
 COLUMNS = (
-    "reward/mean", "eval/pass@1", "mismatch/abs_mean", "mismatch/abs_p99", "rollout_corr/k3_kl", "rollout_corr/ess",
-    "actor/pg_clipfrac", "actor/outside_band_positive", "actor/outside_band_negative", "actor/entropy",
-    "actor/grad_norm", "actor/kl_loss", "quant/changed_codes", "routing/agreement", "rollout/tokens_mean",
-    "rollout/low_prob_positive", "rollout/low_prob_negative", "rollout/repetition", "timing/gen", "timing/update", "timing/tokens_per_s",
+    "reward/mean", "eval/pass@1", "mismatch/abs_mean", "mismatch/abs_p99", "rollout_corr/k3_kl",
+    "rollout_corr/rollout_is_eff_sample_size", "actor/pg_clipfrac", "actor/outside_band_positive",
+    "actor/outside_band_negative", "actor/entropy", "actor/grad_norm", "actor/kl_loss", "quant/changed_codes",
+    "routing/agreement", "rollout/tokens_mean", "rollout/low_prob_positive", "rollout/low_prob_negative",
+    "rollout/repetition", "timing/gen", "timing/update", "timing/tokens_per_s",
 )  # fmt: skip
 HEADER = ["run", "step", *COLUMNS]
 TAIL = 10  # training steps averaged at the end
 LAST = 3  # evaluations averaged at the end
+# What the policy did, beside how well: shown in a second table.
+POLICY = {
+    "KL to start, end": "actor/kl_loss",
+    "entropy, end": "actor/entropy",
+    "clipped, end": "actor/pg_clipfrac",
+    "responses outside band, A < 0": "actor/outside_band_negative",
+    "tokens below 2%, A < 0": "rollout/low_prob_negative",
+    "repetition, end": "rollout/repetition",
+    "codes changed, end": "quant/changed_codes",
+}
 # Student's t, two-sided 95%, by degrees of freedom 1, 2, ...; normal beyond.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 NORMAL95 = 1.960
@@ -138,7 +149,7 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Nested settings as words of a command line: {"trainer": {"steps": 5}} is --trainer.steps 5."""
     words: list[str] = []
     for key, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             words += overrides(value, f"{prefix}{key}.")
         else:
             words += [f"--{prefix}{key}", json.dumps(value)]
@@ -208,7 +219,7 @@ def read_csv(file: Path) -> dict[str, list[dict[str, float]]]:
 
 
 def write_statistics(experiment: Experiment, runs: Mapping[str, Records], out: Path) -> Path:
-    """statistics.json, table.md and training.png out of the runs there are."""
+    """statistics.json, table.md, scores.png and, where colors suffice, training.png of the runs there are."""
     order = {name: i for i, name in enumerate(experiment.variants)}
     ours = {run: r for run, r in runs.items() if group_of(run) in order}
     ours = dict(sorted(ours.items(), key=lambda item: (order[group_of(item[0])], item[0])))
@@ -228,12 +239,14 @@ def write_statistics(experiment: Experiment, runs: Mapping[str, Records], out: P
     file.write_text(json.dumps({"reference": experiment.reference, "variants": statistics}, indent=1) + "\n")
     (out / "table.md").write_text(table(statistics, experiment.reference))
     if ours:
+        scores_figure(statistics, ("held-out, end", "mismatch, end"), out / "scores.png")
+    if ours and len(statistics) <= len(COLORS):
         training_figure(ours, out / "training.png")
     return file
 
 
 def score(records: Records) -> dict[str, float]:
-    """A run's figures: held-out pass@1 at the end and over the run, reward at the end, mismatch."""
+    """A run's figures: held-out pass@1 at the end and over the run, reward at the end, mismatch, `POLICY`."""
     evaluated = [r["eval/pass@1"] for r in records if "eval/pass@1" in r]
     rewards = [r["reward/mean"] for r in records if r["step"] >= 0]
     mismatch = [r["mismatch/abs_mean"] for r in records if "mismatch/abs_mean" in r]
@@ -244,6 +257,9 @@ def score(records: Records) -> dict[str, float]:
         "reward, end": _mean(rewards[-TAIL:]),
         "mismatch, start": _mean(mismatch[:TAIL]),
         "mismatch, end": _mean(mismatch[-TAIL:]),
+    }
+    figures |= {
+        name: _mean([r[column] for r in records if column in r][-TAIL:]) for name, column in POLICY.items()
     }
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
@@ -275,16 +291,27 @@ def _against(
 
 
 def table(statistics: Mapping[str, Mapping[str, Mapping[str, Any]]], reference: str) -> str:
-    """A Markdown table: mean and 95% interval of each figure; bold where it differs from the reference."""
-    figures = list(dict.fromkeys(name for row in statistics.values() for name in row))
+    """Markdown tables, scores and `POLICY`: mean and 95% interval; bold where it differs from the reference."""
+    figures = dict.fromkeys(name for row in statistics.values() for name in row)
+    parts = [
+        _one_table(statistics, [name for name in figures if (name in POLICY) == policy])
+        for policy in (False, True)
+    ]
+    note = f"\nBold: its difference to {reference}, seed by seed, has a 95% interval without 0.\n"
+    return "\n".join(part for part in parts if part) + (note if reference else "")
+
+
+def _one_table(statistics: Mapping[str, Mapping[str, Mapping[str, Any]]], figures: Sequence[str]) -> str:
+    if not figures:
+        return ""
     lines = [f"| variant | seeds | {' | '.join(figures)} |", "|---" * (len(figures) + 2) + "|"]
     for name, row in statistics.items():
         cells = [_cell(row[figure]) if figure in row else "-" for figure in figures]
         lines.append(f"| {name} | {next(iter(row.values()))['n']} | {' | '.join(cells)} |")
-    note = f"\nBold: its difference to {reference}, seed by seed, has a 95% interval without 0.\n"
-    return "\n".join(lines) + "\n" + (note if reference else "")
+    return "\n".join(lines) + "\n"
 
 
 def _cell(entry: Mapping[str, Any]) -> str:
-    text = f"{entry['mean']:.3f}" + (f" ± {entry['half']:.3f}" if "half" in entry else "")
+    digits = ".3f" if abs(entry["mean"]) >= 0.001 or entry["mean"] == 0 else ".1e"
+    text = f"{entry['mean']:{digits}}" + (f" ± {entry['half']:{digits}}" if "half" in entry else "")
     return f"**{text}**" if entry.get("difference", {}).get("differs") else text

@@ -99,6 +99,39 @@ def training_figure(runs: Runs, path: Path) -> Path:
     return save(draw, path)
 
 
+def scores_figure(statistics: Mapping[str, Mapping[str, Any]], names: Sequence[str], path: Path) -> Path:
+    """A panel a figure of `names`: each variant's mean and 95% interval over seeds, full where it differs from
+    the reference, which has a dashed line."""
+
+    def draw() -> Figure:
+        height = 0.3 * len(statistics) + 1.2
+        figure, axes = plt.subplots(
+            1, len(names), figsize=(5.5 * len(names), height), sharey=True, squeeze=False
+        )
+        for axis, name in zip(axes.flat, names, strict=True):
+            _scores(axis, [row.get(name, {}) for row in statistics.values()])
+            axis.set_title(name)
+        axes.flat[0].set_yticks(range(len(statistics)), list(statistics))
+        axes.flat[0].invert_yaxis()
+        figure.tight_layout()
+        return figure
+
+    return save(draw, path)
+
+
+def _scores(axis: Axes, entries: Sequence[Mapping[str, Any]]) -> None:
+    for row, entry in enumerate(entries):
+        if "mean" not in entry:
+            continue
+        differs = entry.get("difference", {}).get("differs", False)
+        axis.errorbar(
+            entry["mean"], row, xerr=entry.get("half", 0.0), fmt="o", color=COLORS[0], capsize=2,
+            markerfacecolor=COLORS[0] if differs else "none",
+        )  # fmt: skip
+        if "difference" not in entry:
+            axis.axvline(entry["mean"], color=COLORS[5], linestyle="--", linewidth=1)
+
+
 def time_figure(runs: Runs, path: Path) -> Path:
     """Median seconds of a step by phase, one bar a run."""
 
