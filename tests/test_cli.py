@@ -23,7 +23,7 @@ name = "{tmp_path}/model"
 device = "cpu"
 [task]
 path = "{tmp_path}/prompts.jsonl"
-reward = "tests.tiny_run:reward"
+reward = "tests.tiny_rewards:even_words"
 held_out = 4
 [recipe]
 rollout = "nvfp4"
@@ -73,6 +73,8 @@ def test_train_report_evaluate_and_plan(folder, monkeypatch, capsys):
         (["--model.name", "/nowhere/x"], "/nowhere/x"),
         (["--task.reward", "no.such:thing"], "no.such"),
         (["--trainer.steps"], "needs a value"),
+        (["--resum"], "--resum is not an option; did you mean --resume?"),
+        (["--rollout", "3"], "rollout is a section, not a value; set one of its keys, as in --rollout."),
     ],
 )
 def test_mistakes_end_in_one_message_and_code_2(folder, monkeypatch, capsys, arguments, message):

@@ -27,7 +27,7 @@ name = "{tmp_path}/model"
 device = "cpu"
 [task]
 path = "{tmp_path}/prompts.jsonl"
-reward = "tests.tiny_run:reward"
+reward = "tests.tiny_rewards:even_words"
 held_out = 4
 [recipe]
 rollout = "nvfp4"

@@ -92,7 +92,9 @@ def test_mistakes_are_named_with_the_remedy(data, message):
 
 
 def test_a_missing_task_is_named():
-    with pytest.raises(ConfigError, match="task"):
+    with pytest.raises(
+        ConfigError, match=r"task is missing; a recipe needs a \[task\] with a name or a path"
+    ):
         validate({})
 
 
@@ -105,8 +107,19 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.toml cannot be read as TOML: 'utf-8'"):
         load_config(tmp_path / "binary.toml")
-    with pytest.raises(ConfigError, match="is a folder that holds no run"):
+    with pytest.raises(
+        ConfigError, match=r"without config\.json, .*one recipe file: it has bad\.toml, binary\.toml"
+    ):
         load_config(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"without config\.json, so it holds no run.*recipes ship in"):
+        load_config(tmp_path / "empty")
+    for nothing in ("", "\n\n", "# to do\n"):
+        (tmp_path / "empty.toml").write_text(nothing)
+        with pytest.raises(
+            ConfigError, match=r"empty\.toml sets nothing; a recipe needs at least a \[task\]"
+        ):
+            load_config(tmp_path / "empty.toml")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read as a run's settings"):
         load_config(tmp_path)
@@ -121,9 +134,9 @@ def test_recipes_are_utf8_with_or_without_a_byte_order_mark(tmp_path):
 
 def test_overrides_are_toml_values_or_strings():
     pairs = parse_overrides(
-        ["--a.b", "3", "--c=true", "--d", "word", "--e", "[1, 2]", "--f", "-1", "--g", "1e-5"]
+        ["--a.b", "3", "--a.c=true", "--a.d", "word", "--a.e", "[1, 2]", "--seed", "-1", "--a.g", "1e-5"]
     )
-    assert dict(pairs) == {"a.b": 3, "c": True, "d": "word", "e": [1, 2], "f": -1, "g": 1e-5}
+    assert dict(pairs) == {"a.b": 3, "a.c": True, "a.d": "word", "a.e": [1, 2], "seed": -1, "a.g": 1e-5}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,13 @@ def test_overrides_are_toml_values_or_strings():
     [
         (["steps", "3"], "is not an option"),
         (["--a.b"], "needs a value"),
-        (["--a", "--b", "1"], "needs a value"),
+        (["--a.b", "--c.d", "1"], "needs a value"),
+        (["--resum"], r"--resum is not an option; did you mean --resume\?"),
+        (["--resum", "true"], r"--resum is not an option; did you mean --resume\?"),
+        (["--steps", "3"], r"--steps is not an option; did you mean --trainer\.steps\?"),
+        (["--sede", "3"], r"--sede is not an option; did you mean --seed\?"),
+        (["--samples", "3"], r"did you mean --evaluation\.samples or --rollout\.samples\?"),
+        (["--xyzzy", "3"], r"--xyzzy is not an option; see --help"),
     ],
 )
 def test_overrides_that_are_none(arguments, message):
@@ -144,3 +163,15 @@ def test_overriding_a_value_as_if_it_were_a_section(tmp_path):
     path.write_text('seed = 3\n[task]\nname = "chain_sum"\n')
     with pytest.raises(ConfigError, match="seed is a value, not a section"):
         load_config(path, ["--seed.x", "1"])
+
+
+@pytest.mark.parametrize("value", ["3", "true", "fast", "[1]"])
+def test_overriding_a_section_as_if_it_were_a_value(tmp_path, value):
+    path = tmp_path / "r.toml"
+    path.write_text('[task]\nname = "chain_sum"\n[recipe]\nrollout = "fp8"\n')
+    for section in ("rollout", "recipe"):
+        with pytest.raises(
+            ConfigError, match=rf"--{section} .*: {section} is a section, not a value; set one of"
+        ):
+            load_config(path, [f"--{section}", value])
+    assert load_config(path, ["--rollout", "{samples = 3}"]).rollout.samples == 3

@@ -297,7 +297,7 @@ def test_a_run_may_go_on_for_longer_and_look_more_often(tmp_path):
     [
         ({"model": {"name": "/nowhere/model"}}, "/nowhere/model"),
         ({"task": {"path": "/nowhere/prompts.jsonl"}}, "/nowhere/prompts.jsonl"),
-        ({"task": {"reward": "tests.tiny_run:no_such"}}, "no_such"),
+        ({"task": {"reward": "tests.tiny_rewards:no_such"}}, "no_such"),
         ({"task": {"max_prompt_tokens": 1}}, "max_prompt_tokens"),
         ({"model": {"device": "cuda:7"}}, "cuda"),
     ],
@@ -323,7 +323,7 @@ def test_every_precision_trains(tmp_path, rollout, learner):
 
 
 def test_uninformative_groups_can_be_dropped(tmp_path):
-    options = {"objective": {"drop_uninformative": True}, "task": {"reward": "tests.test_loop:constant"}}
+    options = {"objective": {"drop_uninformative": True}, "task": {"reward": "tests.tiny_rewards:constant"}}
     folder = train(config(tmp_path, trainer={"steps": 2}, **options), say=quiet)
     last = read_metrics(folder)[-1]
     assert last["reward/zero_variance_groups"] == 1.0
@@ -345,7 +345,7 @@ def test_every_penalty_and_dynamic_sampling_run_and_resume_to_the_bit(tmp_path, 
         # The tiny model seldom stops by itself: filtered, most batches of four steps are empty.
         "objective": PENALIZED | {"kl_in": kl_in, "overlong_filter": kl_in == "reward"},
         "rollout": {"resample": 2},
-        "task": {"reward": "tests.test_loop:sparse"},
+        "task": {"reward": "tests.tiny_rewards:sparse"},
         "checkpoint": {"every": 1, "keep": 9},
     }
     whole = train(config(tmp_path, "whole", **sections), say=quiet)
@@ -360,11 +360,6 @@ def test_every_penalty_and_dynamic_sampling_run_and_resume_to_the_bit(tmp_path, 
     train(config(tmp_path, "part", **sections), resume=True, say=quiet)
     # The shorter run had an evaluation of its own at its end.
     assert lasting(part)[-2:] == lasting(whole)[-2:]
-
-
-def sparse(completion, prompt):
-    """1 for a completion with a rare word: most groups have none."""
-    return float(any(word in completion.split() for word in ("w3", "w5", "w9")))
 
 
 OWN = """
@@ -396,10 +391,6 @@ def test_a_module_that_fails_is_named(tmp_path, monkeypatch):
     (tmp_path / "broken_objective.py").write_text("raise SystemExit(3)")
     with pytest.raises(ValueError, match=r"importing 'broken_objective' failed with SystemExit: 3.*now "):
         config(tmp_path, objective={"name": "grpo", "module": "broken_objective"})
-
-
-def constant(completion, prompt):
-    return 0.5
 
 
 def test_evaluate_reads_a_checkpoint(tmp_path):

@@ -14,11 +14,6 @@ from tests.conftest import tiny_llama
 CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
-def reward(completion: str, prompt: dict) -> float:
-    """1 for an even number of words, so that every group has both."""
-    return float(len(completion.split()) % 2 == 0) + 0.01 * len(completion)
-
-
 def checkpoint(folder: Path) -> Path:
     """Model and tokenizer, 128 words."""
     tiny_llama().save_pretrained(folder)
@@ -56,7 +51,11 @@ def config(folder: Path, out: str = "run", **sections: object) -> RunConfig:
     data: dict = {
         "out": str(folder / out),
         "model": {"name": str(folder / "model"), "device": "cpu"},
-        "task": {"path": str(folder / "prompts.jsonl"), "reward": "tests.tiny_run:reward", "held_out": 4},
+        "task": {
+            "path": str(folder / "prompts.jsonl"),
+            "reward": "tests.tiny_rewards:even_words",
+            "held_out": 4,
+        },
         "recipe": {"rollout": "nvfp4", "learner": "weights", "residual": 0.5},
         "rollout": {"prompts": 4, "samples": 4, "max_tokens": 6, "keep": 3},
         "trainer": {"steps": 4},

@@ -16,6 +16,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,9 @@ from lowbitrl.tasks import TaskConfig
 from lowbitrl.tracking import TrackingConfig
 from lowbitrl.trainer.config import ObjectiveConfig, TrainerConfig
 from lowbitrl.trainer.optim import OptimizerConfig
+
+COMMAND_OPTIONS = ("resume", "recipe", "checkpoint", "out", "layout", "calibration", "seeds", "jobs")
+"""Of the commands that take overrides: what a mistyped option may have meant."""
 
 
 class ConfigError(ValueError):
@@ -194,6 +198,14 @@ class RunConfig(_Section):
         return self
 
 
+_SECTIONS: dict[str, Any] = {
+    name: field.annotation
+    for name, field in RunConfig.model_fields.items()
+    if isinstance(field.annotation, type)
+    and (hasattr(field.annotation, "model_fields") or is_dataclass(field.annotation))
+}
+
+
 def _nearest_divisor(size: int, wanted: int) -> int:
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
 
@@ -211,15 +223,25 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         data = _run_settings(path) if path.is_dir() else tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{path} does not exist, or is a folder that holds no run; recipes ship in recipes/*.toml"
-        ) from error
+        raise ConfigError(_nothing_there(path)) from error
     except (OSError, ValueError) as error:
         kind = "a run's settings" if path.is_dir() else "TOML"
         raise ConfigError(f"{path} cannot be read as {kind}: {error}") from error
+    if not data:
+        raise ConfigError(
+            f"{path} sets nothing; a recipe needs at least a [task]: start from one of recipes/*.toml"
+        )
     for key, value in parse_overrides(overrides):
         _assign(data, key.split("."), value)
     return validate(data)
+
+
+def _nothing_there(path: Path) -> str:
+    if not path.is_dir():
+        return f"{path} does not exist; recipes ship in recipes/*.toml"
+    inside = ", ".join(sorted(file.name for file in path.glob("*.toml"))[:8])
+    hint = f"it has {inside}" if inside else "recipes ship in recipes/*.toml"
+    return f"{path} is a folder without config.json, so it holds no run; give one recipe file: {hint}"
 
 
 def _run_settings(folder: Path) -> dict[str, Any]:
@@ -246,12 +268,25 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
         if not argument.startswith("--"):
             raise ConfigError(f"{argument!r} is not an option; overrides look like --trainer.steps 50")
         key, equals, value = argument[2:].partition("=")
+        _check_option(key)
         if not equals:
             if not rest or (rest[0].startswith("--") and len(rest[0]) > 2):
                 raise ConfigError(f"--{key} needs a value, as in --{key} 50")
             value = rest.pop(0)
         pairs.append((key, _toml_value(value)))
     return pairs
+
+
+def _check_option(key: str) -> None:
+    """Refuse a name that is neither a setting nor of a command's own options."""
+    first, dot, _ = key.partition(".")
+    if dot or first in RunConfig.model_fields:
+        return
+    dotted = {f"{name}.{k}" for name, kind in _SECTIONS.items() for k in _fields_of(kind)}
+    leaf = [name for name in sorted(dotted) if name.partition(".")[2] == first]
+    near = leaf or difflib.get_close_matches(key, [*COMMAND_OPTIONS, *RunConfig.model_fields, *dotted], n=1)
+    hint = f"did you mean {' or '.join(f'--{name}' for name in near)}?" if near else "see --help"
+    raise ConfigError(f"--{key} is not an option; {hint} Settings have a section: --trainer.steps 50")
 
 
 def _toml_value(text: str) -> Any:
@@ -267,6 +302,12 @@ def _assign(data: dict[str, Any], path: list[str], value: Any) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"{'.'.join(path)}: {part} is a value, not a section")
         data = child
+    if len(path) == 1 and path[0] in _SECTIONS and not isinstance(value, dict):
+        keys = sorted(_fields_of(_SECTIONS[path[0]]))
+        raise ConfigError(
+            f"--{path[0]} {value!r}: {path[0]} is a section, not a value; set one of its keys, as in "
+            f"--{path[0]}.{keys[0]}; it has {', '.join(keys)}"
+        )
     data[path[-1]] = value
 
 
@@ -277,6 +318,8 @@ def _explain(error: Any) -> str:
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
         return f"{path} is not a known key; {hint}"
+    if error["loc"] == ("task",) and error["type"] == "missing":
+        return "task is missing; a recipe needs a [task] with a name or a path: see docs/settings.md"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{path}: {message}" if path else message
@@ -289,4 +332,8 @@ def _known_keys(path: Sequence[Any]) -> list[str]:
     fields: Any = RunConfig
     for part in path:
         fields = fields.model_fields[part].annotation
-    return list(getattr(fields, "model_fields", None) or fields.__dataclass_fields__)
+    return _fields_of(fields)
+
+
+def _fields_of(section: Any) -> list[str]:
+    return list(getattr(section, "model_fields", None) or section.__dataclass_fields__)

@@ -56,7 +56,7 @@ def test_diagnose_writes_numbers_recipe_and_report_and_report_redraws_it(go, fol
 name = "{folder}/model"
 [task]
 path = "{folder}/prompts.jsonl"
-reward = "tests.tiny_run:reward"
+reward = "tests.tiny_rewards:even_words"
 held_out = 4
 """
         + (out / "recommended.toml").read_text()
@@ -65,7 +65,9 @@ held_out = 4
 
 
 def test_recipes_are_candidates_and_bring_their_prompts(go, folder):
-    task = f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_run:reward"\nheld_out = 4\n'
+    task = (
+        f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_rewards:even_words"\nheld_out = 4\n'
+    )
     (folder / "a.toml").write_text(task + '[recipe]\nrollout = "fp8"\nlearner = "bf16"\n')
     (folder / "b.toml").write_text(task + '[recipe]\nrollout = "int8"\nlearner = "full"\n')
     recipes = ("--recipes", folder / "a.toml", folder / "b.toml")
@@ -101,7 +103,7 @@ def test_a_mixture_of_experts_upcycled_with_a_recipe_of_the_users(go, folder):
     code, said = go("upcycle", folder / "model", "--experts", 4, "--top-k", 2, "--noise", 0.5, "--out", moe)
     assert code == 0, said
     (folder / "mine.toml").write_text(
-        f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_run:reward"\nheld_out = 4\n'
+        f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_rewards:even_words"\nheld_out = 4\n'
         '[recipe]\nrollout = "nvfp4"\nresidual = 0.5\nresidual_sites = { w2 = 0.25 }\n'
     )
     out = folder / "out"

@@ -1,0 +1,69 @@
+"""Runs in processes of their own, to be killed. A fork server has torch loaded: a run starts in milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from lowbitrl.runs import read_metrics
+from lowbitrl.trainer import checkpoint
+
+SERVER = multiprocessing.get_context("forkserver")
+# conftest first: it sets what Triton and the hub client read when they are imported.
+SERVER.set_forkserver_preload(["tests.conftest", "tests.tiny_run", "lowbitrl.loop"])
+
+
+def start(folder: Path, out: str, sections: dict, sabotage: Callable[[], None] | None = None) -> BaseProcess:
+    """Begin or go on with a tiny run, in a process that is its parent's child and nobody's thread.
+
+    Args:
+        sabotage: a function of a module, called in the process before the run.
+    """
+    process = SERVER.Process(target=_run, args=(folder, out, sections, sabotage))
+    process.start()
+    return process
+
+
+def _run(folder: Path, out: str, sections: dict, sabotage: Callable[[], None] | None) -> None:
+    from lowbitrl.loop import train
+    from tests.tiny_run import config
+
+    if sabotage is not None:
+        sabotage()
+    train(
+        config(folder, out, **sections),
+        resume=(folder / out / "config.json").is_file(),
+        say=lambda line: None,
+    )
+
+
+def finish(process: BaseProcess, seconds: float = 60) -> int | None:
+    """Wait for the end; the exit code, negative for a signal."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"the run was still going after {seconds} s")
+    return process.exitcode
+
+
+def lasting(folder: Path) -> list[dict]:
+    """Metrics without wall-clock times."""
+    return [{k: v for k, v in line.items() if not k.startswith("timing/")} for line in read_metrics(folder)]
+
+
+def lost_steps(folder: Path) -> int:
+    """Steps that were logged and that a resume would make again."""
+    logged = [line["step"] for line in read_metrics(folder)] if (folder / "metrics.jsonl").is_file() else []
+    saved, _ = checkpoint.latest(folder / "checkpoints")
+    return max([*logged, -1]) + 1 - (saved.state["step"] if saved else 0)
+
+
+def kill_myself() -> None:
+    """What `kill -9` of this process does, and nothing after it runs."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()

@@ -1,0 +1,109 @@
+"""kill -9 at any moment loses at most its step; resumed, the run ends with the same metrics, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from lowbitrl.runs import RunFolder
+from tests.faults.killing import finish, kill_myself, lasting, lost_steps, start
+
+SECTIONS = {
+    "trainer": {"steps": 6},
+    "evaluation": {"every": 2},
+    "checkpoint": {"every": 1},
+    "optimizer": {"name": "muon", "warmup_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A folder with a model, the metrics of a run that nothing happened to, and how long it took."""
+    from tests.tiny_run import config
+
+    folder = tmp_path_factory.mktemp("kill")
+    config(folder)
+    finish(start(folder, "warm", SECTIONS))
+    began = time.monotonic()
+    assert finish(start(folder, "whole", SECTIONS)) == 0
+    return folder, lasting(folder / "whole"), time.monotonic() - began
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(undisturbed, kills):
+    folder, whole, seconds = undisturbed
+    moments = random.Random(kills)
+    fell = []
+    while len(fell) < kills:
+        shutil.rmtree(folder / "part", ignore_errors=True)
+        while len(fell) < kills:
+            run = start(folder, "part", SECTIONS)
+            run.join(moments.uniform(0, seconds))
+            if not run.is_alive():
+                break
+            run.kill()
+            run.join()
+            fell.append(lost_steps(folder / "part"))
+        assert finish(start(folder, "part", SECTIONS)) == 0
+        assert lasting(folder / "part") == whole
+    assert max(fell) <= 1
+
+
+def dying(place, at):
+    """Kill the process at call number `at` of `module:attribute.function`, before what it does."""
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    real, count = getattr(owner, name), itertools.count()
+
+    @functools.wraps(real)
+    def wrapped(*arguments, **options):
+        if next(count) == at:
+            kill_myself()
+        return real(*arguments, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def half_a_line(self, record):
+    with self.metrics_file.open("a") as file:
+        file.write('{"step": 3, "reward')
+    kill_myself()
+
+
+def in_log():
+    """Killed in the middle of writing the metrics of step 3."""
+    real = RunFolder.log
+    RunFolder.log = lambda self, record: (half_a_line if record["step"] == 3 else real)(self, record)
+
+
+MOMENTS = {
+    "sampling": functools.partial(dying, "lowbitrl.collect:sample", 3),
+    "learning": functools.partial(dying, "lowbitrl.trainer:Trainer.update", 3),
+    "publishing": functools.partial(dying, "lowbitrl.rollout.embedded:EmbeddedEngine.update", 4),
+    "evaluating": functools.partial(dying, "lowbitrl.loop:evaluate", 2),
+    "logging": in_log,
+    "first-rename": functools.partial(dying, "os:replace", 0),
+    "second-rename": functools.partial(dying, "os:replace", 1),
+    "later-rename": functools.partial(dying, "os:replace", 6),
+    "first-flush": functools.partial(dying, "os:fsync", 0),
+    "later-flush": functools.partial(dying, "os:fsync", 12),
+    "deleting": functools.partial(dying, "shutil:rmtree", 5),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_a_chosen_moment(undisturbed, moment):
+    folder, whole, _ = undisturbed
+    shutil.rmtree(folder / "part", ignore_errors=True)
+    assert finish(start(folder, "part", SECTIONS, MOMENTS[moment])) == -signal.SIGKILL
+    assert lost_steps(folder / "part") <= 1
+    assert finish(start(folder, "part", SECTIONS)) == 0
+    assert lasting(folder / "part") == whole
