@@ -22,6 +22,7 @@ LAYERS = [
     ("sync",),
     ("checkpoints",),
     ("rollout",),
+    ("distributed",),
     ("trainer", "evaluation"),
     ("tracking",),
     ("config", "runs"),

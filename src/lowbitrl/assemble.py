@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbitrl.config import RunConfig, validate
+from lowbitrl.distributed import ranks
+from lowbitrl.distributed.sharding import device_of, whole_pass
+from lowbitrl.distributed.split import SplitSampler
 from lowbitrl.evaluation import Evaluation, evaluate
 from lowbitrl.models import DEMO, load_model
 from lowbitrl.quant import (
@@ -25,13 +28,14 @@ from lowbitrl.quant import (
     static_scales,
 )
 from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.rollout.engine import Sampler
 from lowbitrl.rollout.vllm.engine import VllmEngine
 from lowbitrl.runs import RunFolder, environment
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
 from lowbitrl.tasks import Task, check_lengths, make_task
 from lowbitrl.trainer import Trainer, checkpoint
-from lowbitrl.trainer.batch import arrange, micro_batches
+from lowbitrl.trainer.batch import ModelInput, arrange, micro_batches
 from lowbitrl.trainer.logprobs import response_logprobs
 
 Say = Callable[[str], None]
@@ -43,6 +47,7 @@ class Parts:
     """The assembled run: both sides of the policy, and what feeds and watches them.
 
     Attributes:
+        sampler: what rollouts are asked of: the engine, or all ranks' engines together.
         drawn: prompts sampled from so far.
     """
 
@@ -51,6 +56,7 @@ class Parts:
     plan: Plan
     trainer: Trainer
     engine: EmbeddedEngine | VllmEngine
+    sampler: Sampler
     sentinel: Sentinel
     published: Publication
     drawn: int
@@ -58,7 +64,7 @@ class Parts:
 
     def publish(self, version: int) -> dict[str, float]:
         """Encode once, serve the same bytes, compare both sides."""
-        published = publish(self.trainer.model, version)
+        published = _publish(self.trainer.model, version)
         changed = changed_codes(self.published, published)
         self.engine.update(published.stream(), published.manifest)
         self.published = published
@@ -91,10 +97,18 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     """Load, prepare and connect everything; returns the parts and the first step to run."""
     if resume:
         _check_same_run(config, run)
+    if ranks.joined() and (config.checkpoint.final or config.checkpoint.every):
+        raise ValueError(
+            "several processes write no checkpoints yet; set checkpoint.final=false and checkpoint.every=0"
+        )
     device = pick_device(config.model.device)
     scheduler = f", scheduler {config.rollout.scheduler}" if config.rollout.engine == "embedded" else ""
-    say(f"device {device}, compute {config.model.dtype}, engine {config.rollout.engine}{scheduler}")
-    learner, tokenizer = load_model(config.model.name, config.model.dtype, device)
+    say(
+        f"device {device}, compute {config.model.dtype}, engine {config.rollout.engine}{scheduler}{_company()}"
+    )
+    # A learner that is to be spread out waits on the host: its layers go to the device as shards.
+    waits = "cpu" if ranks.joined() else device
+    learner, tokenizer = load_model(config.model.name, config.model.dtype, waits)
     check_lengths(task, tokenizer, config.rollout.prompts)
     plan = prepare(learner, config.recipe, "learner")
     engine = _engine(config, plan, learner, tokenizer, device, say)
@@ -108,6 +122,8 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
         config.optimizer,
         temperature=config.rollout.temperature,
         seed=config.seed,
+        distributed=config.distributed,
+        device=device,
     )
     saved = _resume_point(run, plan, trainer, say) if resume else None
     start = saved.state["step"] if saved else 0
@@ -119,18 +135,30 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     if not saved:
         for model in _static_models(trainer):
             _calibrate(config, task, tokenizer, model)
-    published = publish(learner, start)
+    published = _publish(learner, start)
     engine.update(published.stream(), published.manifest)
     watched = task.prompts("held_out", 0, min(config.sentinel.sequences, task.held_out_count))
     sentinel = Sentinel(
         config.sentinel,
         [task.encode(tokenizer, prompt) for prompt in watched],
-        lambda sequences: _learner_scores(trainer, sequences),
-        lambda sequences: engine.score(sequences, config.rollout.temperature),
+        lambda sequences: ranks.from_first(_learner_scores(trainer, sequences)),
+        lambda sequences: ranks.from_first(engine.score(sequences, config.rollout.temperature)),
         saved.state["sentinel"] if saved else (),
     )
-    drawn = saved.state["drawn"] if saved else 0
-    return Parts(tokenizer, task, plan, trainer, engine, sentinel, published, drawn), start
+    # Runs from before rollout.resample drew the same number of prompts every step.
+    drawn = saved.state.get("drawn", start * config.rollout.prompts) if saved else 0
+    sampler = engine if ranks.size() == 1 else SplitSampler(engine)
+    return Parts(tokenizer, task, plan, trainer, engine, sampler, sentinel, published, drawn), start
+
+
+def _publish(learner: PreTrainedModel, version: int) -> Publication:
+    """The version's bytes, the same on every rank: each rank's engine checks them against rank 0's bill."""
+    published = publish(learner, version)
+    return replace(published, manifest=ranks.from_first(published.manifest))
+
+
+def _company() -> str:
+    return f", {ranks.size()} processes" if ranks.joined() else ""
 
 
 def _static_models(trainer: Trainer) -> list[PreTrainedModel]:
@@ -150,14 +178,18 @@ def _calibrate(
 
 def _prompt_passes(config: RunConfig, model: PreTrainedModel, prompts: list[list[int]]) -> None:
     for rows in micro_batches([len(p) for p in prompts], config.trainer.micro_batch_tokens, "padded"):
-        batch = arrange([prompts[i] for i in rows], [[] for _ in rows], "padded", model.device)
+        batch = arrange([prompts[i] for i in rows], [[] for _ in rows], "padded", device_of(model))
         with real_tokens(model, batch.real):
-            model.base_model(
-                input_ids=batch.ids,
-                attention_mask=batch.attention_mask,
-                position_ids=batch.positions,
-                use_cache=False,
-            )
+            whole_pass(model, lambda batch=batch: _read(model, batch))
+
+
+def _read(model: PreTrainedModel, batch: ModelInput) -> None:
+    model.base_model(
+        input_ids=batch.ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.positions,
+        use_cache=False,
+    )
 
 
 def _engine(
@@ -170,6 +202,11 @@ def _engine(
 ) -> EmbeddedEngine | VllmEngine:
     """The rollout side; it serves nothing before the first update."""
     options = config.rollout
+    if options.engine == "vllm" and ranks.joined():
+        raise ValueError(
+            "rollout.engine='vllm' runs inside one process, and torchrun started several that train together; use "
+            "engine='embedded', which samples on every rank"
+        )
     if options.engine == "embedded":
         rollout, _ = load_model(config.model.name, config.model.dtype, device)
         prepare(rollout, plan, "rollout", keep_decoded_experts=options.keep_decoded_experts)
@@ -186,7 +223,9 @@ def _engine(
 
 
 # What may change when a run goes on: how long, how often it looks and saves, where it writes.
-FREE_TO_CHANGE = frozenset({"out", "threads", "evaluation", "checkpoint", "sentinel", "trainer.steps"})
+FREE_TO_CHANGE = frozenset(
+    {"out", "threads", "distributed", "evaluation", "checkpoint", "sentinel", "trainer.steps"}
+)
 
 
 def _check_same_run(config: RunConfig, run: RunFolder) -> None:
@@ -262,17 +301,20 @@ def _learner_scores(trainer: Trainer, sequences: Sequence[Sequence[int]]) -> lis
 
 
 def pick_device(name: str) -> torch.device:
-    """The device "auto" stands for here, or the one named.
+    """The device "auto" stands for here, or the one named; of several processes each gets a GPU of its own.
 
     Raises:
-        ValueError: the named device is not there.
+        ValueError: the named device is not there, or is one for several processes.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(available if name == "auto" else name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device={name!r}, but torch finds no CUDA device here; use 'auto' or 'cpu'")
-    return device
+    if ranks.joined() and device.index is not None:
+        raise ValueError(
+            f"model.device={name!r} is one GPU, and torchrun gives each process its own; use 'cuda'"
+        )
+    return ranks.local_device(device.type) if ranks.joined() else device
 
 
 def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluation:

@@ -34,14 +34,20 @@ def train(
     recipe: RecipeFile,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")] = False,
 ) -> None:
-    """Run a recipe. Any setting can be overridden: --trainer.steps 50 --recipe.residual 1.0."""
+    """Run a recipe. Any setting can be overridden: --trainer.steps 50 --recipe.residual 1.0.
+
+    On several GPUs: torchrun --nproc-per-node 2 -m lowbitrl train recipe.toml.
+    """
     from lowbitrl.config import load_config
     from lowbitrl.diagnose.report import write_report
+    from lowbitrl.distributed import ranks
     from lowbitrl.loop import train as run
 
-    config = load_config(recipe, context.args)
-    folder = run(config, resume, say=_say)
-    _say(f"report {write_report([folder])}")
+    with ranks.together():
+        config = load_config(recipe, context.args)
+        folder = run(config, resume, say=_say)
+        if ranks.is_first():
+            _say(f"report {write_report([folder])}")
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -310,9 +316,20 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError) as error:
-        console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        _complain(f"error: {error}")
         raise SystemExit(2) from error
     except RuntimeError as error:
         notes = "\n".join(getattr(error, "__notes__", []))
-        console.print(f"error: {error}\n{notes}", style="red", highlight=False, markup=False)
+        _complain(f"error: {error}\n{notes}")
         raise SystemExit(1) from error
+
+
+def _complain(message: str) -> None:
+    """Print an error once, whichever of several processes met it first: it stops them all."""
+    if "RANK" in os.environ:
+        from lowbitrl.distributed import ranks
+
+        if not ranks.first_to_fail():
+            return
+        message = f"rank {ranks.rank()}: {message}" if ranks.rank() else message
+    console.print(message, style="red", highlight=False, markup=False)

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowbitrl.config import RunConfig
+from lowbitrl.distributed import ranks
 from lowbitrl.objectives import group_advantages, soft_overlong_penalty
 from lowbitrl.rollout import Completion
 from lowbitrl.rollout.embedded import prompt_seed
-from lowbitrl.rollout.engine import Engine
+from lowbitrl.rollout.engine import Sampler
 from lowbitrl.tasks import Prompt, Task, completion_text
 from lowbitrl.trainer import TrainingBatch
 
@@ -51,7 +52,7 @@ class Samples:
 
 
 def sample(
-    config: RunConfig, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, step: int, start: int
+    config: RunConfig, engine: Sampler, task: Task, tokenizer: PreTrainedTokenizerBase, step: int, start: int
 ) -> Samples:
     """Sample and reward the prompts of `step`; the same step of the same run draws the same numbers.
 
@@ -69,7 +70,7 @@ def sample(
 
 def _round(
     config: RunConfig,
-    engine: Engine,
+    engine: Sampler,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     seed: tuple[int, ...],
@@ -82,7 +83,8 @@ def _round(
     completions = engine.generate(ids, config.rollout.samples, config.rollout.sampling(), seeds)
     texts = [completion_text(tokenizer, c.token_ids) for c in completions]
     pairs = zip(completions, texts, strict=True)
-    scores = [task.scores(prompts[c.prompt_index], text) for c, text in pairs]
+    mine = ranks.share(list(pairs))
+    scores = ranks.merge(ranks.gather([task.scores(prompts[c.prompt_index], text) for c, text in mine]))
     rewards = torch.tensor([score[task.scorer] for score in scores])
     return Samples(prompts, ids, completions, texts, scores, rewards, consumed=start + count)
 

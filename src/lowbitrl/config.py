@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lowbitrl.distributed.sharding import DistributedConfig
 from lowbitrl.quant.recipe import Recipe
 from lowbitrl.rollout.types import LOWEST_TEMPERATURE, Sampling
 from lowbitrl.sync.sentinel import SentinelConfig
@@ -149,6 +150,7 @@ class RunConfig(_Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    distributed: DistributedConfig = DistributedConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sentinel: SentinelConfig = SentinelConfig()

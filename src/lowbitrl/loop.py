@@ -13,6 +13,7 @@ import torch
 from lowbitrl import collect
 from lowbitrl.assemble import Parts, Say, assemble
 from lowbitrl.config import RunConfig
+from lowbitrl.distributed import ranks
 from lowbitrl.evaluation import evaluate
 from lowbitrl.runs import PHASES, RunFolder
 from lowbitrl.tasks import make_task
@@ -33,13 +34,23 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
             any work is done.
         NonFiniteError, SentinelError: the run went wrong; the last good checkpoint is named.
     """
+    with ranks.together():
+        return _train(config, resume, say if ranks.is_first() else _nothing)
+
+
+def _train(config: RunConfig, resume: bool, say: Say) -> Path:
     if config.threads:
         torch.set_num_threads(config.threads)
     task = make_task(config.task)
-    with RunFolder(config.out, resume) as run, _interruptible(say) as interrupted, ExitStack() as stack:
+    with (
+        RunFolder(config.out, resume, writes=ranks.is_first()) as run,
+        _interruptible(say) as interrupted,
+        ExitStack() as stack,
+    ):
         parts, start = assemble(config, task, run, resume, say)
         settings = config.model_dump(mode="json")
-        run.listeners += stack.enter_context(trackers(config.tracking, run.path, start, settings))
+        if ranks.is_first():
+            run.listeners += stack.enter_context(trackers(config.tracking, run.path, start, settings))
         if start == 0:
             if config.evaluation.every:
                 say("evaluating the start on held-out prompts")
@@ -58,19 +69,25 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
                 say("first step: " + ", ".join(f"{lap} {metrics[f'timing/{lap}']:.1f}s" for lap in PHASES))
             if (notice := parts.notice()) is not None:
                 say(notice)
-            if _due(config, step + 1) or interrupted():
+            # Ctrl-C may reach ranks in different steps: what one was asked, all do.
+            asked = ranks.any_rank(interrupted())
+            if _due(config, step + 1) or asked:
                 saved = parts.save(config, run, step + 1)
-                if interrupted():
+                if asked:
                     say(f"interrupted after step {step + 1}; saved {saved}: continue with --resume")
                     break
         return run.path
+
+
+def _nothing(line: str) -> None:
+    """What ranks other than the first say."""
 
 
 def _step(config: RunConfig, parts: Parts, run: RunFolder, step: int) -> Metrics:
     """One turn: sample, reward, update, publish, watch."""
     clock = _Clock()
     in_reward = config.objective.kl_coef > 0 and config.objective.kl_in == "reward"
-    samples = collect.sample(config, parts.engine, parts.task, parts.tokenizer, step, parts.drawn)
+    samples = collect.sample(config, parts.sampler, parts.task, parts.tokenizer, step, parts.drawn)
     parts.drawn = samples.consumed
     clock.lap("gen")
     batch, metrics = collect.to_batch(config, samples, parts.trainer.reference_kl if in_reward else None)
@@ -98,7 +115,7 @@ def _evaluation(config: RunConfig, parts: Parts, done: int) -> Metrics:
     if not every or (done % every and done != config.trainer.steps):
         return {}
     result = evaluate(
-        parts.engine,
+        parts.sampler,
         parts.task,
         parts.tokenizer,
         count=config.evaluation.count or parts.task.held_out_count,

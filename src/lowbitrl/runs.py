@@ -24,20 +24,25 @@ PHASES = ("gen", "update", "publish", "eval")
 class RunFolder:
     """An open run folder, locked against a second writer until `close`.
 
+    Of several processes that train together one `writes`; to the others it is a folder to read.
+
     Raises:
         FileExistsError: it holds another run and `resume` is off, or another process writes to it.
         PermissionError: it cannot be written.
         FileNotFoundError: `resume` of a folder that holds no run.
     """
 
-    def __init__(self, path: Path | str, resume: bool = False) -> None:
+    def __init__(self, path: Path | str, resume: bool = False, writes: bool = True) -> None:
         # Absolute: a reward function may change the working folder under the run.
         self.path = Path(path).absolute()
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.writes = writes
         if resume and not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"{self.path} holds no run to resume; start it without --resume")
+        if not writes:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "run.lock").open("w")
@@ -73,6 +78,8 @@ class RunFolder:
         self._write(name, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
     def _write(self, name: str, text: str) -> None:
+        if not self.writes:
+            return
         temporary = self.path / f".{name}.partial"
         temporary.write_text(text)
         os.replace(temporary, self.path / name)
@@ -83,6 +90,8 @@ class RunFolder:
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line of metrics, flushed, then tell every listener."""
+        if not self.writes:
+            return
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
         for listener in self.listeners:
@@ -90,18 +99,23 @@ class RunFolder:
 
     def log_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Write sampled completions of a step."""
+        if not self.writes:
+            return
         folder = self.path / "rollouts"
         folder.mkdir(exist_ok=True)
         (folder / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def rewind(self, step: int) -> None:
         """Drop metrics of steps from `step` on: they will be made again."""
+        if not self.writes:
+            return
         kept = [line for line in read_metrics(self.path) if line["step"] < step]
         self._write(self.metrics_file.name, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:
         """Release the lock."""
-        self._lock.close()
+        if self.writes:
+            self._lock.close()
 
     def __enter__(self) -> RunFolder:
         return self

@@ -46,6 +46,11 @@ class Calibrator:
         return self.amax
 
     @property
+    def seen(self) -> Tensor | None:
+        """The maximum seen since the last refresh, fp32 (): what processes that saw other batches observe too."""
+        return self._pending
+
+    @property
     def overflows(self) -> bool:
         """Whether what was seen since the last refresh passed the frozen maximum, and so saturated."""
         return self._frozen is not None and self._pending is not None and bool(self._pending > self._frozen)

@@ -1,8 +1,10 @@
 """Which tensors wear a format, and the modules that wear them."""
 
 from lowbitrl.quant.apply import (
+    Attachment,
     attachment,
     calibrate,
+    forget_bytes,
     observing,
     prepare,
     real_tokens,
@@ -13,9 +15,11 @@ from lowbitrl.quant.export import export, wire
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
 from lowbitrl.quant.recipe import PRECISIONS, Recipe
 from lowbitrl.quant.routing import agreement, recomputation, routing
+from lowbitrl.quant.shards import whole
 
 __all__ = [
     "PRECISIONS",
+    "Attachment",
     "LayerPlan",
     "Plan",
     "Recipe",
@@ -23,6 +27,7 @@ __all__ = [
     "attachment",
     "calibrate",
     "export",
+    "forget_bytes",
     "observing",
     "prepare",
     "real_tokens",
@@ -31,5 +36,6 @@ __all__ = [
     "restore_scales",
     "routing",
     "static_scales",
+    "whole",
     "wire",
 ]

@@ -35,16 +35,25 @@ class Attachment:
         groups: learner side: what encodes its weights. stacks: rollout side: what holds the bytes
             of its expert stacks, by name. routing: what its routers ask, empty in a dense model.
         sites: what quantizes inputs, by fused group. scales: static scales of inputs, by fused group.
+        dtype: the compute dtype. device: where a learner spread over processes computes; None: it is whole.
     """
 
     plan: Plan
     side: Side
     tokens: TokenContext
+    dtype: torch.dtype
+    device: torch.device | None = None
     routing: RoutingContext = field(default_factory=lambda: RoutingContext(()))
     groups: list[WeightGroup | StackWeights] = field(default_factory=list)
     stacks: dict[str, StackWeights] = field(default_factory=dict)
     sites: dict[str, ActivationSite] = field(default_factory=dict)
     scales: dict[str, Calibrator] = field(default_factory=dict)
+
+    def spread(self, device: torch.device) -> None:
+        """Note that the learner's parameters are shards from now on, gathered on `device`."""
+        self.device = device
+        for group in self.groups:
+            group.device = device
 
     def changes(self, layer: LayerPlan) -> bool:
         """Whether a row's module is ours on this side: its arithmetic leaves BF16, or its input is observed."""
@@ -82,7 +91,7 @@ def prepare(
     plan = resolve(recipe.recipe if isinstance(recipe, Plan) else recipe, model)
     if isinstance(recipe, Plan) and recipe.diff(plan):
         raise ValueError(f"the plan is not this model's:\n{recipe.diff(plan)}")
-    attached = Attachment(plan, side, TokenContext())
+    attached = Attachment(plan, side, TokenContext(), next(model.parameters()).dtype)
     modules = dict(model.named_modules())
     for layers in plan.groups.values():
         _swap_group(attached, layers, [modules[layer.name] for layer in layers])
@@ -105,6 +114,12 @@ def attachment(model: nn.Module) -> Attachment:
     if attached is None:
         raise ValueError("this model wears no plan; call lowbitrl.quant.prepare(model, recipe, side) first")
     return attached
+
+
+def forget_bytes(model: nn.Module) -> None:
+    """Encode a learner's weights anew when they are next asked for: a sharded one's have no version counter."""
+    for group in attachment(model).groups:
+        group.invalidate()
 
 
 def real_tokens(model: nn.Module, mask: Tensor | None) -> AbstractContextManager[None]:

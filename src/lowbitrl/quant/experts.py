@@ -29,8 +29,16 @@ from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_
 from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
 from lowbitrl.kernels.w4a16_choice import measured_on
 from lowbitrl.kernels.weights4 import why_not_weight4
-from lowbitrl.quant.linear import CODE_PAIRS, CODES_CHECKED_ON, ActivationSite, in_place, straight_through
+from lowbitrl.quant.linear import (
+    CODE_PAIRS,
+    CODES_CHECKED_ON,
+    ActivationSite,
+    in_place,
+    straight_through,
+    version_key,
+)
 from lowbitrl.quant.plan import LayerPlan
+from lowbitrl.quant.shards import whole
 from lowbitrl.quant.stacks import StackLayout, encode_stack, present, select, to_canonical
 
 Dispatch = Literal["eager", "grouped_mm", "batched_mm"]
@@ -45,7 +53,12 @@ class StackWeights:
         row: the plan's decision. module: the experts module that owns the parameter.
         frozen: rollout side: bytes come through `adopt`, and the parameter is emptied.
         keep_decoded: frozen only: hold the decoded stack too, at BF16's memory, and decode no more.
+
+    Attributes:
+        device: as in `WeightGroup`.
     """
+
+    device: torch.device | None = None
 
     def __init__(
         self, row: LayerPlan, layout: StackLayout, module: nn.Module, frozen: bool, keep_decoded: bool = False
@@ -73,9 +86,9 @@ class StackWeights:
         if self.frozen:
             return {self.row.name: self._bytes} if self._bytes is not None else {}
         weight = self.parameter
-        key = (id(weight), weight._version, weight.dtype)
+        key = version_key([weight], self.device)
         if self._bytes is None or key != self._key:
-            self._bytes, self._key = self._encode(weight.detach()), key
+            self._bytes, self._key = self._encode(whole(weight, self.dtype, self.device)), key
         return {self.row.name: self._bytes}
 
     def _encode(self, weight: Tensor) -> QuantizedTensor:

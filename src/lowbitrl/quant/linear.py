@@ -26,6 +26,7 @@ from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.recipe import STATIC, Scope
 from lowbitrl.quant.residual import compensate
+from lowbitrl.quant.shards import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,29 +70,42 @@ class WeightGroup:
 
     The bytes are cached against the weights' version counters, so they are made once per
     optimizer step however many micro-batches run, and never outlive an in-place update.
-    Writes through `.data` bypass those counters: call `invalidate` after them.
+    Writes through `.data` bypass those counters: call `invalidate` after them. So do the gathers of
+    a sharded learner, whose bytes live until they are invalidated.
+
+    Attributes:
+        device: where the full weights of a sharded learner are gathered; None: it is not sharded.
     """
+
+    device: torch.device | None = None
 
     def __init__(self, layers: Sequence[LayerPlan], modules: Sequence[nn.Linear]) -> None:
         assert layers[0].weight is not None
         self.names = tuple(layer.name for layer in layers)
         self.parameters = tuple(layer.parameter for layer in layers)
         self.format = get_format(layers[0].weight)
+        self.dtype = modules[0].weight.dtype
         self._modules = tuple(modules)
         self._bytes: dict[str, QuantizedTensor] = {}
         self._key: tuple[Any, ...] = ()
 
     def encoded(self) -> dict[str, QuantizedTensor]:
         """Bytes of each member by module name, encoded anew only if a weight has changed."""
-        key = tuple((id(m.weight), m.weight._version, m.weight.dtype) for m in self._modules)
+        key = version_key([m.weight for m in self._modules], self.device)
         if key != self._key:
-            weights = {n: m.weight.detach() for n, m in zip(self.names, self._modules, strict=True)}
+            pairs = zip(self.names, self._modules, strict=True)
+            weights = {n: whole(m.weight, self.dtype, self.device) for n, m in pairs}
             self._bytes, self._key = encode_group(weights, self.format), key
         return self._bytes
 
     def invalidate(self) -> None:
         """Forget the cached bytes."""
         self._key = ()
+
+
+def version_key(weights: Sequence[Tensor], sharded: object) -> tuple[Any, ...]:
+    """What changes when an unsharded weight does; of a sharded one it only differs from no key at all."""
+    return ("sharded",) if sharded else tuple((id(w), w._version, w.dtype) for w in weights)
 
 
 def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, QuantizedTensor]:

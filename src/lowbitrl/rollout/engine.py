@@ -12,18 +12,8 @@ from lowbitrl.rollout.types import Completion, Sampling
 from lowbitrl.sync.manifest import Manifest
 
 
-class Engine(Protocol):
-    """A sampling policy: token ids in, token ids and log-probabilities out."""
-
-    @property
-    def plan(self) -> Plan:
-        """What its weights and activations wear."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Weight version it serves; -1 before the first update."""
-        ...
+class Sampler(Protocol):
+    """What samples: an engine, or several that share the prompts."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
@@ -35,6 +25,20 @@ class Engine(Protocol):
             seeds: one non-negative integer a prompt. Sample j of a prompt draws from the stream
                 (seed, j), whatever else is in the batch.
         """
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """A sampling policy: token ids in, token ids and log-probabilities out."""
+
+    @property
+    def plan(self) -> Plan:
+        """What its weights and activations wear."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Weight version it serves; -1 before the first update."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:

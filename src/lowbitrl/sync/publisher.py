@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowbitrl.quant import attachment, wire
+from lowbitrl.quant import Attachment, attachment, whole, wire
 from lowbitrl.sync.manifest import Manifest
 
 
@@ -58,14 +58,15 @@ def publish(learner: nn.Module, version: int) -> Publication:
     shipped = {name for group in attached.groups for name in group.parameters}
     for name, parameter in learner.named_parameters():
         if name not in shipped:
-            tensors[name] = _snapshot(name, parameter)
+            tensors[name] = _snapshot(name, parameter, attached)
     for name, scale in attached.scales.items():
         tensors[f"{name}.input_amax"] = scale.refresh().clone()
     return Publication(tensors, Manifest.of(version, attached.plan.digest, tensors))
 
 
-def _snapshot(name: str, parameter: Tensor) -> Tensor:
-    copy = parameter.detach().clone()
+def _snapshot(name: str, parameter: Tensor, attached: Attachment) -> Tensor:
+    copy = whole(parameter, attached.dtype, attached.device)
+    copy = copy.clone() if attached.device is None else copy
     if not torch.isfinite(copy).all():
         raise ValueError(
             f"{name} holds NaN or Inf; nothing was published: resume from the last good checkpoint"

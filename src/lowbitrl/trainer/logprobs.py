@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from lowbitrl.distributed.sharding import device_of, whole_pass
 from lowbitrl.quant import real_tokens, routing
-from lowbitrl.trainer.batch import Layout, arrange
+from lowbitrl.trainer.batch import Layout, ModelInput, arrange
 from lowbitrl.trainer.routes import RoutePass
 
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -50,7 +51,23 @@ def response_logprobs(
         ValueError: the model transforms its logits after the head in a way not reproduced here.
     """
     check_head(model)
-    batch = arrange(prompts, responses, layout, model.device)
+    batch = arrange(prompts, responses, layout, device_of(model))
+    logprobs, entropies = whole_pass(
+        model, lambda: _score_batch(model, batch, routes, temperature or 1.0, chunk, entropy_gradient)
+    )
+    counts = [len(r) for r in responses]
+    return _pad(logprobs, counts), _pad(entropies, counts)
+
+
+def _score_batch(
+    model: PreTrainedModel,
+    batch: ModelInput,
+    routes: RoutePass | None,
+    temperature: float,
+    chunk: int,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """(N,) log-probabilities and entropies of the batch's targets."""
     given = None if routes is None else routes.table(batch)
     with real_tokens(model, batch.real), routing(model, given) if routes else nullcontext() as seen:
         hidden = model.base_model(
@@ -64,11 +81,7 @@ def response_logprobs(
     states = hidden.flatten(0, 1)[batch.predicts]
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
-    logprobs, entropies = chunked_logprobs(
-        states, head, batch.targets, temperature or 1.0, chunk, entropy_gradient
-    )
-    counts = [len(r) for r in responses]
-    return _pad(logprobs, counts), _pad(entropies, counts)
+    return chunked_logprobs(states, head, batch.targets, temperature, chunk, entropy_gradient)
 
 
 def chunked_logprobs(

@@ -14,6 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from lowbitrl.quant import whole
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -78,7 +80,7 @@ class MasterOptimizer:
     def gradient_norm(self) -> Tensor:
         """Total L2 norm of the accumulated gradients, fp32 scalar."""
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        return nn.utils.get_total_norm(grads) if grads else torch.tensor(0.0)
+        return whole(nn.utils.get_total_norm(grads), torch.float32) if grads else torch.tensor(0.0)
 
     def step(self, norm: Tensor) -> None:
         """Clip to `max_grad_norm` given the total norm, step, and write the parameters back."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lowbitrl.distributed import ranks
+from lowbitrl.distributed.balance import Pass, deal
+from lowbitrl.distributed.sharding import DistributedConfig, device_of, shard
+from lowbitrl.formats import Calibrator
 from lowbitrl.objectives import (
     batch_denominator,
     error_token_metrics,
@@ -19,7 +23,7 @@ from lowbitrl.objectives import (
     mismatch_metrics,
     policy_loss,
 )
-from lowbitrl.quant import attachment, observing, recomputation
+from lowbitrl.quant import attachment, forget_bytes, observing, recomputation
 from lowbitrl.trainer.batch import TrainingBatch, micro_batches
 from lowbitrl.trainer.config import ObjectiveConfig, TrainerConfig
 from lowbitrl.trainer.logprobs import check_head, response_logprobs
@@ -41,6 +45,7 @@ class Trainer:
         model: prepared with side="learner".
         temperature: of the rollouts; the learner scores the same processed distribution.
         seed: orders mini-batches.
+        distributed / device: how learner and reference are spread over processes, where there are several.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class Trainer:
         *,
         temperature: float = 1.0,
         seed: int = 0,
+        distributed: DistributedConfig | None = None,
+        device: torch.device | None = None,
     ) -> None:
         check_head(model)
         self.model = model
@@ -71,6 +78,8 @@ class Trainer:
         model.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:
             _enable_checkpointing(model)
+        for whole in (model, *([self.reference] if self.reference else ())):
+            shard(whole, distributed or DistributedConfig(), device or model.device)
         self.optimizer = MasterOptimizer(model, optimizer)
 
     @torch.no_grad()
@@ -98,13 +107,21 @@ class Trainer:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Log-probabilities (B, T), and the experts chosen by row where `passes` records them."""
         scores, chosen = torch.zeros_like(batch.rollout_logprobs), {}
-        for rows in micro_batches(batch.lengths, self.config.micro_batch_tokens, self.config.layout):
-            micro = batch.select(rows)
+        for work in self._passes(batch):
+            micro = batch.select(work.rows)
             routes = passes(micro)
             logprobs, _ = self._forward(micro, routes, model)
-            scores[rows, : logprobs.shape[1]] = logprobs.cpu()
-            chosen.update(zip(rows, routes.own if routes else (), strict=False))
-        return scores, chosen
+            if work.index is not None:
+                scores[work.rows, : logprobs.shape[1]] = logprobs.cpu()
+                chosen.update(zip(work.rows, routes.own if routes else (), strict=False))
+        everyone = ranks.gather(chosen)
+        return ranks.total(scores), {row: own for part in everyone for row, own in part.items()}
+
+    def _passes(self, batch: TrainingBatch) -> list[Pass]:
+        """This rank's forward passes over `batch`."""
+        lengths = batch.lengths
+        cut = lambda tokens: micro_batches(lengths, tokens, self.config.layout)  # noqa: E731
+        return deal(cut, self.config.micro_batch_tokens, lengths, ranks.size())[ranks.rank()]
 
     def _routes(self, batch: TrainingBatch) -> RoutePass | None:
         """What the routers are told in a pass over `batch`."""
@@ -137,6 +154,7 @@ class Trainer:
         # Whatever ran before may have switched gradients off for good: a reward model's file does, as a rule.
         with torch.enable_grad(), observing(self.model):
             metrics = self._update(batch, step)
+        _observe_together(attachment(self.model).scales, device_of(self.model))
         scales = attachment(self.model).scales.values()
         # Inputs that passed the maximum they were scaled by: they saturated wherever it was in use.
         saturated = (
@@ -188,25 +206,30 @@ class Trainer:
             rollout_logprobs=batch.rollout_logprobs,
             **self.objective.correction_options(),
         )
-        seen, parts, loss_sum = torch.zeros_like(batch.rollout_logprobs), [], 0.0
-        for rows in micro_batches(batch.lengths, self.config.micro_batch_tokens, self.config.layout):
-            micro = batch.select(rows)
+        seen, parts = torch.zeros_like(batch.rollout_logprobs), []
+        for work in self._passes(batch):
+            rows, micro = work.rows, batch.select(work.rows)
             routes = self._routes(micro)
             logprobs, entropy = self._forward(micro, routes)
-            width = logprobs.shape[1]
-            seen[rows, :width] = logprobs.detach().cpu()
+            if work.index is None:
+                # Its gradients are the others' to wait for, and zeros.
+                (0.0 * logprobs.sum()).backward()
+                continue
+            seen[rows, : logprobs.shape[1]] = logprobs.detach().cpu()
             out = self._loss(micro, logprobs, entropy, _rows(old, rows), _rows(reference, rows), denominator)
-            loss_sum += self._checked("loss", out.loss, step, micro)
             out.loss.backward()
             metrics = {k: float(v) for k, v in out.metrics.items()} | self._agreement(routes)
-            parts.append((int(micro.mask.sum()), metrics))
+            parts.append(_Part(work.index, rows, float(out.loss.detach()), int(micro.mask.sum()), metrics))
+        everyone = sorted((p for of_rank in ranks.gather(parts) for p in of_rank), key=lambda p: p.index)
+        # After the last pass, on all ranks: one that stopped in the middle would leave the others waiting.
+        for part in everyone:
+            self._check("loss", part.loss, step, batch.select(part.rows))
         norm = self.optimizer.gradient_norm()
-        metrics = _mean(parts) | {
-            "actor/loss": loss_sum,
-            "actor/grad_norm": self._checked("gradient", norm, step, batch),
-        }
+        self._check("gradient", float(norm), step, batch)
         self.optimizer.step(norm)
-        return metrics, seen
+        forget_bytes(self.model)
+        totals = {"actor/loss": sum(part.loss for part in everyone), "actor/grad_norm": float(norm)}
+        return _mean([(part.tokens, part.metrics) for part in everyone]) | totals, ranks.total(seen)
 
     def _agreement(self, routes: RoutePass | None) -> Metrics:
         by_layer = routes.agreement() if routes is not None else None
@@ -254,15 +277,32 @@ class Trainer:
             **self.objective.parameters,
         )
 
-    def _checked(self, what: str, value: Tensor, step: int, batch: TrainingBatch) -> float:
-        number = float(value.detach())
+    def _check(self, what: str, number: float, step: int, batch: TrainingBatch) -> None:
         if not math.isfinite(number):
             self.optimizer.zero_grad()
             raise NonFiniteError(
                 f"{what} is {number} at step {step}, in a batch of {len(batch)} responses whose first prompt is "
                 f"{list(batch.prompts[0])[:16]}...; no optimizer step was taken with it"
             )
-        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one micro-batch left, whichever rank ran it: its place, rows, loss, trained tokens, metrics."""
+
+    index: int
+    rows: list[int]
+    loss: float
+    tokens: int
+    metrics: Metrics
+
+
+def _observe_together(scales: Mapping[str, Calibrator], device: torch.device) -> None:
+    """Make the maxima that static sites saw those of all ranks' passes."""
+    mine = {name: float(scale.seen) for name, scale in scales.items() if scale.seen is not None}
+    for of_rank in ranks.gather(mine):
+        for name, peak in of_rank.items():
+            scales[name].observe(torch.tensor([peak], device=device))
 
 
 def _check_bypass(config: TrainerConfig, objective: ObjectiveConfig) -> None:

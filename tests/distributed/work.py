@@ -1,0 +1,111 @@
+"""What the processes of these tests do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbitrl.distributed import ranks
+from lowbitrl.distributed.sharding import DistributedConfig
+from lowbitrl.distributed.split import SplitSampler
+from lowbitrl.quant import Recipe, attachment, prepare, whole
+from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.rollout.types import Sampling
+from lowbitrl.sync.publisher import publish
+from lowbitrl.trainer import ObjectiveConfig, OptimizerConfig, Trainer, TrainerConfig, TrainingBatch
+from lowbitrl.trainer.logprobs import response_logprobs
+from tests.conftest import tiny_llama
+from tests.moe_models import tiny_moe
+
+ROWS = 12
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return tiny_llama(dtype) if kind == "dense" else tiny_moe(kind, dtype)
+
+
+def batch(seed: int) -> TrainingBatch:
+    """Twelve responses of 2 to 7 tokens, advantages of both signs."""
+    draw = torch.Generator().manual_seed(seed)
+    number = lambda low, high: int(torch.randint(low, high, (1,), generator=draw))  # noqa: E731
+    prompts = [[number(3, 128) for _ in range(1 + i % 3)] for i in range(ROWS)]
+    responses = [[number(3, 128) for _ in range(number(2, 8))] for _ in range(ROWS)]
+    logprobs = [[-4.0 - 0.1 * (i % 3) for i, _ in enumerate(r)] for r in responses]
+    return TrainingBatch.build(prompts, responses, logprobs, torch.randn(ROWS, generator=draw))
+
+
+def train(kind: str, recipe: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Three updates on fixed batches: what was scored before any, each step's metrics, the weights at the end."""
+    torch.manual_seed(0)
+    model = model_of(kind, options.get("dtype", torch.bfloat16))
+    prepare(model, Recipe(**recipe))
+    trainer = Trainer(
+        model,
+        TrainerConfig(**{"micro_batch_tokens": 20} | options.get("trainer", {})),
+        ObjectiveConfig(**{"name": "grpo"} | options.get("objective", {})),
+        OptimizerConfig(**{"learning_rate": 1e-3, "eps": 1e-8} | options.get("optimizer", {})),
+        distributed=DistributedConfig(**options.get("distributed", {})),
+        device=torch.device("cpu"),
+    )
+    first = scores(trainer, batch(0))
+    steps, published = [], []
+    for step in range(3):
+        steps.append(trainer.update(batch(step), step))
+        published.append(publish(model, step).tensors)
+    attached = attachment(model)
+    return {
+        "first": first,
+        "last": scores(trainer, batch(9)),
+        "dealt": trainer.score(batch(9)),
+        "steps": steps,
+        "published": published,
+        "masters": {
+            n: whole(m, torch.float32, attached.device) for n, m in trainer.optimizer.masters.items()
+        },
+        "held": {
+            n: (m.to_local() if hasattr(m, "to_local") else m).numel()
+            for n, m in trainer.optimizer.masters.items()
+        },
+    }
+
+
+@torch.no_grad()
+def scores(trainer: Trainer, batch: TrainingBatch) -> torch.Tensor:
+    """Log-probabilities (B, T), four rows a pass whatever the number of ranks: the same passes on both sides."""
+    parts = [
+        response_logprobs(trainer.model, batch.prompts[i : i + 4], batch.responses[i : i + 4])[0]
+        for i in range(0, len(batch), 4)
+    ]
+    return torch.cat([torch.nn.functional.pad(p, (0, batch.mask.shape[1] - p.shape[1])) for p in parts])
+
+
+def sample(kind: str, recipe: dict[str, Any]) -> list[Any]:
+    """Completions of seven prompts, by all ranks together."""
+    model = model_of(kind)
+    learner = model_of(kind)
+    plan = prepare(learner, Recipe(**recipe))
+    prepare(model, plan, "rollout")
+    engine = EmbeddedEngine(model, "batch")
+    published = publish(learner, 0)
+    engine.update(published.stream(), published.manifest)
+    sampler = engine if ranks.size() == 1 else SplitSampler(engine)
+    prompts = [[3 + i, 4, 5][: 1 + i % 3] for i in range(7)]
+    return sampler.generate(prompts, 3, Sampling(max_tokens=8), [100 + i for i in range(7)])
+
+
+def run(config: Any, resume: bool = False) -> list[str]:
+    """A whole run; what this rank said."""
+    from lowbitrl.loop import train as train_run
+
+    said: list[str] = []
+    train_run(config, resume, say=said.append)
+    return said
+
+
+def fail_on(rank: int, folder: Path) -> None:
+    """One rank raises while the others wait for it."""
+    if ranks.rank() == rank:
+        raise ValueError(f"rank {rank} fails")
+    ranks.gather(None)
