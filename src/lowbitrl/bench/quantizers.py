@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbitrl.formats import get_format
 from lowbitrl.formats.residual import Scope, compensate
 from lowbitrl.kernels import absmax, fake_quantize, quantize, quantize_residual
-from lowbitrl.kernels.checksum import word_checksum
+from lowbitrl.kernels.checksum import byte_checksums
 
 from .record import Bench, Row
 from .timing import Call, cold_sets
@@ -100,13 +100,9 @@ def _publish(bench: Bench, shape: tuple[int, ...]) -> None:
     """Encode a stack with an amax an expert, and checksum the bytes; counted: weights in, bytes out."""
     stacks = [_gaussian(shape, bench.device) for _ in range(2)]
 
-    def publish(stack: Tensor) -> list[Tensor]:
+    def publish(stack: Tensor) -> Tensor:
         peaks = absmax(stack, parts=shape[0]).view(-1, 1, 1)
-        encoded = quantize(stack, "nvfp4", amax=peaks)
-        return [
-            word_checksum(part.view(torch.uint8).view(-1).view(torch.int64))
-            for part in (encoded.qdata, encoded.scale)
-        ]
+        return byte_checksums(list(quantize(stack, "nvfp4", amax=peaks).tensors().values()))
 
     nbytes = 2 * stacks[0].numel() + quantize(stacks[0][:1], "nvfp4").nbytes * shape[0]
     row = bench.measure(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lowbitrl.kernels.checksum import word_checksum
+from lowbitrl.kernels.checksum import byte_checksums
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Entry:
 
 def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
     """An entry a tensor; the checksums come off each device in one transfer."""
-    sums = _gather([_checksum(tensor) for tensor in tensors.values()])
+    sums = _checksums(list(tensors.values()))
     return {
         name: Entry(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), value)
         for (name, tensor), value in zip(tensors.items(), sums, strict=True)
@@ -74,23 +73,14 @@ def checksum(tensor: Tensor) -> int:
 
     It sees any changed, moved or swapped byte of ordinary corruption; it is no cryptographic hash.
     """
-    return int(_checksum(tensor))
+    return _checksums([tensor])[0]
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = raw.numel() // 8 * 8
-    tail = raw[whole:].long()
-    # A storage offset may leave the bytes unaligned for an int64 view; a copy is aligned.
-    words = (raw if raw.storage_offset() % 8 == 0 else raw.clone())[:whole].view(torch.int64)
-    weighted_tail = (tail * (torch.arange(tail.numel(), device=raw.device) + 1)).sum()
-    return word_checksum(words) * 31 + weighted_tail
-
-
-def _gather(sums: list[Tensor]) -> list[int]:
-    values = [0] * len(sums)
-    for device in {s.device for s in sums}:
-        rows = [i for i, s in enumerate(sums) if s.device == device]
-        for row, value in zip(rows, torch.stack([sums[i] for i in rows]).tolist(), strict=True):
+def _checksums(tensors: Sequence[Tensor]) -> list[int]:
+    values = [0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        rows = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        found = byte_checksums([tensors[i] for i in rows]).tolist()
+        for row, value in zip(rows, found, strict=True):
             values[row] = value
     return values

@@ -56,22 +56,27 @@ def publish(learner: nn.Module, version: int) -> Publication:
     for group in attached.groups:
         tensors.update(wire(group.encoded()))
     shipped = {name for group in attached.groups for name in group.parameters}
-    for name, parameter in learner.named_parameters():
-        if name not in shipped:
-            tensors[name] = _snapshot(name, parameter, attached)
+    rest = {n: _snapshot(p, attached) for n, p in learner.named_parameters() if n not in shipped}
+    _check_finite(rest)
+    tensors |= rest
     for name, scale in attached.scales.items():
         tensors[f"{name}.input_amax"] = scale.refresh().clone()
     return Publication(tensors, Manifest.of(version, attached.plan.digest, tensors))
 
 
-def _snapshot(name: str, parameter: Tensor, attached: Attachment) -> Tensor:
+def _snapshot(parameter: Tensor, attached: Attachment) -> Tensor:
     copy = whole(parameter, attached.dtype, attached.device)
-    copy = copy.clone() if attached.device is None else copy
-    if not torch.isfinite(copy).all():
+    return copy.clone() if attached.device is None else copy
+
+
+def _check_finite(tensors: dict[str, Tensor]) -> None:
+    """One look for all: a wait a tensor would leave a GPU idle hundreds of times."""
+    flags = [torch.isfinite(tensor).all() for tensor in tensors.values()]
+    if flags and not bool(torch.stack(flags).all()):
+        broken = next(name for name, flag in zip(tensors, flags, strict=True) if not flag)
         raise ValueError(
-            f"{name} holds NaN or Inf; nothing was published: resume from the last good checkpoint"
+            f"{broken} holds NaN or Inf; nothing was published: resume from the last good checkpoint"
         )
-    return copy
 
 
 @torch.no_grad()
@@ -84,9 +89,6 @@ def changed_codes(before: Publication | None, after: Publication) -> float:
         return 0.0
     names = [n for n in after.tensors if n.endswith(".qdata") and n in before.tensors]
     total = sum(after.tensors[n].numel() for n in names)
-    changed = sum(_changed_bytes(before.tensors[n], after.tensors[n]) for n in names)
-    return changed / total if total else 0.0
-
-
-def _changed_bytes(before: Tensor, after: Tensor) -> int:
-    return 0 if before is after else int((before != after).sum())
+    pairs = [(before.tensors[n], after.tensors[n]) for n in names]
+    changed = [(a != b).sum() for a, b in pairs if a is not b]
+    return int(torch.stack(changed).sum()) / total if changed else 0.0
