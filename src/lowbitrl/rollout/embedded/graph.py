@@ -25,7 +25,7 @@ from lowbitrl.rollout.embedded.sampler import draw, refuse_broken
 from lowbitrl.rollout.types import Sampling
 
 LOOK = 8
-COLUMNS = 64  # buffer lengths are multiples of this, so that few graphs serve many prompts
+COLUMNS = 32  # buffer lengths are multiples of this, so that few graphs serve many prompts
 KEPT = 4  # graphs; each holds the keys and values of its rows
 WARM_UPS = 2
 
