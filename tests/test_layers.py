@@ -31,6 +31,7 @@ LAYERS = [
     ("loop",),
     ("bench", "compare", "demo", "doctor", "export", "settings"),
     ("experiment",),
+    ("integrations",),
     ("cli",),
     ("__main__",),
 ]

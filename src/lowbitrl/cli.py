@@ -295,6 +295,44 @@ def settings(
             _say(f"    {setting.meaning}")
 
 
+verl_app = typer.Typer(no_args_is_help=True, help="verl as the trainer: docs/verl.md.", rich_markup_mode=None)
+app.add_typer(verl_app, name="verl")
+
+
+@verl_app.command("overrides", context_settings=PASS_THROUGH)
+def verl_overrides(
+    context: typer.Context,
+    recipe: RecipeFile,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="where the resolved plan goes; by default in the recipe's out"),
+    ] = None,
+) -> None:
+    """Print a recipe as verl's Hydra overrides, one a line, and write its plan to a file that they name.
+
+    python -m verl.trainer.main_ppo data.train_files=... $(lowbitrl verl overrides recipe.toml)
+    Takes overrides as train does: --recipe.residual 1.0.
+    """
+    from lowbitrl.config import load_config
+    from lowbitrl.integrations.verl.overrides import overrides
+
+    config = load_config(recipe, context.args)
+    for line in overrides(config, plan_file or Path(config.out) / "verl-plan.json"):
+        typer.echo(line)
+
+
+@verl_app.command("check")
+def verl_check() -> None:
+    """Prove that every piece of ours is active in the verl of this environment; exit code 1 where one is not."""
+    from lowbitrl.integrations.verl.check import check
+
+    findings = check()
+    for finding in findings:
+        _say(finding.line())
+    if any(finding.needed and not finding.active for finding in findings):
+        raise SystemExit(1)
+
+
 @app.command()
 def doctor() -> None:
     """Say what can run here, and why the rest can't."""

@@ -96,9 +96,9 @@ class StackWeights:
         return encode_stack(to_canonical(weight, self.layout), get_format(self.row.weight), self.row.name)
 
     def invalidate(self) -> None:
-        """Forget the cached bytes of a trainable stack."""
+        """Let the cached bytes of a trainable stack go."""
         if not self.frozen:
-            self._key = ()
+            self._bytes, self._key = None, ()
 
     def freeze(self) -> None:
         """Encode what the parameter holds, once, and let it go."""

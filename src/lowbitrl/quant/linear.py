@@ -99,8 +99,8 @@ class WeightGroup:
         return self._bytes
 
     def invalidate(self) -> None:
-        """Forget the cached bytes."""
-        self._key = ()
+        """Let the cached bytes go."""
+        self._bytes, self._key = {}, ()
 
 
 def version_key(weights: Sequence[Tensor], sharded: object) -> tuple[Any, ...]:

@@ -73,7 +73,10 @@ class Sentinel:
         if not self.sequences:
             return 0.0
         pairs = zip(self.learner_scores(self.sequences), self.engine_scores(self.sequences), strict=True)
-        value = float(torch.cat([(a.cpu() - b.cpu()).abs() for a, b in pairs]).mean())
+        return self.judge(float(torch.cat([(a.cpu() - b.cpu()).abs() for a, b in pairs]).mean()), version, blame)
+
+    def judge(self, value: float, version: int, blame: Callable[[], str]) -> float:
+        """`value` nats against the floor, of which it becomes a part; raises as `check`."""
         # Before there is a floor anything finite is within it.
         floor = statistics.median(self.history) if self.history else math.inf
         if not math.isfinite(value) or value > max(floor * self.config.factor, self.config.slack):
