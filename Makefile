@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 # Threads that spin while they wait slow a shared machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test test-all test-parity test-vllm check clean
+.PHONY: help setup demo test test-all test-parity test-vllm test-verl check clean
 
 help:
 	@echo "make demo      train SmolLM2-135M with 4-bit rollouts, twice, and compare (CPU, minutes)"
 	@echo "make test      the fast tests      make test-all  with the slow ones"
 	@echo "make test-vllm the tests with a real vLLM, in an environment of its own (3.5 GB)"
+	@echo "make test-verl whole runs of verl on a CPU, in an environment of its own (1.9 GB)"
 	@echo "make check     lint, format, types"
 
 setup: $(VENV)/.ready
@@ -46,10 +47,23 @@ $(VLLM_VENV)/.ready: requirements-vllm.txt pyproject.toml
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
+VERL_VENV := .venv-verl
+
+$(VERL_VENV)/.ready: requirements-verl.txt pyproject.toml
+	[ -x $(VERL_VENV)/bin/python ] || $(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	# Editable and not by PYTHONPATH: verl finds its plugins by the entry points of distributions.
+	$(VERL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	touch $@
+
+test-verl: $(VERL_VENV)/.ready
+	$(VERL_VENV)/bin/lowbitrl verl check
+	$(VERL_VENV)/bin/python -m pytest tests/verl tests/objectives/test_objectives_parity_verl.py
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) runs .pytest_cache .ruff_cache .hypothesis

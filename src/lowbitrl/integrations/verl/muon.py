@@ -9,6 +9,7 @@ Muon takes shards as well, but gathers a matrix in every one of those steps, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,15 +42,15 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, hidden: list[Tensor], rest: list[Tensor], *, lr: float, muon_lr: float, momentum: float = 0.95,
+        self, hidden: Sequence[Tensor], rest: Sequence[Tensor], *, lr: float, muon_lr: float, momentum: float = 0.95,
         weight_decay: float = 0.0, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
     ) -> None:  # fmt: skip
-        self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        matrices = {"params": hidden, "lr": muon_lr, "momentum": momentum, "weight_decay": weight_decay}
+        self._adamw = torch.optim.AdamW(list(rest), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        matrices = {"params": list(hidden), "lr": muon_lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__([*self._adamw.param_groups, matrices], {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Step every parameter that has a gradient; every rank takes part in each gather."""
         *vectors, matrices = self.param_groups
         # Loading a checkpoint replaces groups and state: AdamW is handed what is there now.

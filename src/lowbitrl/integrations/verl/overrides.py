@@ -59,6 +59,7 @@ def _learner(config: RunConfig, plan: Plan, plan_file: str) -> dict[str, Any]:
         f"{engine}.model_dtype": "fp32" if config.optimizer.masters == "float32" else compute,
         f"+{engine}.mixed_precision": {"param_dtype": compute, "reduce_dtype": "fp32"},
         f"+{engine}.lowbitrl": settings,
+        f"{engine}.offload_policy": config.distributed.cpu_offload,
         "actor_rollout_ref.model.enable_gradient_checkpointing": config.trainer.gradient_checkpointing,
         "actor_rollout_ref.model.use_remove_padding": config.trainer.layout == "packed",
     }

@@ -57,7 +57,7 @@ class Watch:
         self.batches += 1
 
     def collect(self) -> dict[str, list[float]]:
-        """The metrics since the last call as verl collects them: a list a key, over which and over ranks it averages."""
+        """The metrics since the last call, a list a key: verl averages over it, and over ranks."""
         metrics, self.metrics = self.metrics, {}
         return {name: [value] for name, value in metrics.items()}
 
