@@ -27,7 +27,8 @@ def reward(data_source, solution_str, ground_truth, extra_info=None, **_):
 
 def write_inputs(folder: Path, moe: bool) -> None:
     """A checkpoint and a table of prompts."""
-    model = tiny_moe("qwen3_moe") if moe else tiny_llama()
+    # Not of the Qwen family: verl asks its tokenizers for a newline, which a tokenizer of words has not.
+    model = tiny_moe("olmoe") if moe else tiny_llama()
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     words = [" ".join(f"w{3 + (i * j) % 120}" for j in range(1, 2 + i % 4)) for i in range(16)]

@@ -73,7 +73,9 @@ class Sentinel:
         if not self.sequences:
             return 0.0
         pairs = zip(self.learner_scores(self.sequences), self.engine_scores(self.sequences), strict=True)
-        return self.judge(float(torch.cat([(a.cpu() - b.cpu()).abs() for a, b in pairs]).mean()), version, blame)
+        return self.judge(
+            float(torch.cat([(a.cpu() - b.cpu()).abs() for a, b in pairs]).mean()), version, blame
+        )
 
     def judge(self, value: float, version: int, blame: Callable[[], str]) -> float:
         """`value` nats against the floor, of which it becomes a part; raises as `check`."""
