@@ -5,6 +5,7 @@
 """
 
 from .backend import choose, known_backends, register_backend, why_unavailable
+from .decode import decode
 from .grouped_w4a16 import align_experts, grouped_w4a16_matmul
 from .grouped_w8a8 import grouped_w8a8_matmul
 from .quantize import absmax, fake_quantize, quantize
@@ -18,6 +19,7 @@ __all__ = [
     "absmax",
     "align_experts",
     "choose",
+    "decode",
     "fake_quantize",
     "grouped_w4a16_matmul",
     "grouped_w8a8_matmul",

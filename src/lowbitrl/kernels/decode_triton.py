@@ -24,8 +24,9 @@ def _decode_kernel(
     factor = decode_scale(tl.load(scale + at // (GROUP // 2), mask=inside, other=0), NVFP4)
     if global_scale is not None:
         factor = factor * tl.load(global_scale + at // a_matrix, mask=inside, other=0.0)
-    low = narrow(decode_nibble(packed & 15, NVFP4) * factor, tl.bfloat16)
-    high = narrow(decode_nibble(packed >> 4, NVFP4) * factor, tl.bfloat16)
+    # + 0.0: the table of E2M1 has one zero, so code 8 is +0 there.
+    low = narrow((decode_nibble(packed & 15, NVFP4) + 0.0) * factor, tl.bfloat16)
+    high = narrow((decode_nibble(packed >> 4, NVFP4) + 0.0) * factor, tl.bfloat16)
     columns = 2 * tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, 2 * BYTES)
     tl.store(out + columns, tl.interleave(low, high), mask=columns < 2 * total)
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from lowbitrl.formats import QuantizedTensor, get_format
+from lowbitrl.kernels.decode import decode
 from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
 from lowbitrl.kernels.w4a16_choice import measured_on
@@ -107,7 +108,7 @@ class StackWeights:
     def adopt(self, encoded: QuantizedTensor) -> None:
         """Serve these bytes from now on."""
         self._bytes = in_place(self._bytes, encoded)
-        self._decoded = present(encoded.dequantize(self.dtype), self.layout) if self.keep_decoded else None
+        self._decoded = present(decode(encoded, self.dtype), self.layout) if self.keep_decoded else None
         # Of size 0 rather than zeros: whoever multiplies by it past this module fails at once.
         self.parameter.data = torch.empty(0, 0, 0, dtype=self.dtype, device=encoded.qdata.device)
 
@@ -132,7 +133,7 @@ class Source:
         if self.decoded is not None:
             return self.decoded[experts]
         if self.stored is not None:
-            return present(select(self.stored, experts).dequantize(self.dtype), self.layout)
+            return present(decode(select(self.stored, experts), self.dtype), self.layout)
         weight = parameter[experts]
         return weight.transpose(-1, -2) if self.layout.transposed else weight
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbitrl.formats import Calibrator, Format, QuantizedTensor, get_format
+from lowbitrl.kernels.decode import decode
 from lowbitrl.kernels.quantize import absmax, encode, quantize
 from lowbitrl.kernels.residual import quantize_residual
 from lowbitrl.kernels.w4a16 import w4a16_matmul
@@ -257,7 +258,7 @@ class _AlignedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *bytes_.tensors().values())
         ctx.bytes_ = (tuple(bytes_.tensors()), bytes_.shape, bytes_.format)
         # The bias goes into the product: added after it, a BF16 output would be rounded twice.
-        return F.linear(x, bytes_.dequantize(x.dtype), bias)
+        return F.linear(x, decode(bytes_, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -268,7 +269,7 @@ class _AlignedLinear(torch.autograd.Function):
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         if ctx.needs_input_grad[0]:
             weight = QuantizedTensor.from_tensors(dict(zip(names, parts, strict=True)), shape, fmt)
-            grad_x = grad @ weight.dequantize(grad.dtype)
+            grad_x = grad @ decode(weight, grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
         return grad_x, grad_w, grad_bias, None
@@ -295,7 +296,7 @@ class _AlignedCodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         grad, needed = grads[0], ctx.needs_input_grad
-        grad_x = grad @ ctx.bytes_.dequantize(grad.dtype) if needed[0] else None
+        grad_x = grad @ decode(ctx.bytes_, grad.dtype) if needed[0] else None
         x = ctx.codes.dequantize(grad.dtype).flatten(0, -2) if needed[1] else None
         grad_w = grad.flatten(0, -2).T @ x if x is not None else None
         grad_bias = grad.flatten(0, -2).sum(0) if needed[2] else None
@@ -360,7 +361,7 @@ class RolloutLinear(nn.Linear):
     def adopt(self, encoded: QuantizedTensor) -> None:
         """Serve these bytes from now on; bytes and decoded weight keep their addresses on CUDA."""
         self.encoded = in_place(self.encoded, encoded)
-        self.weight.data.copy_(encoded.dequantize(self.weight.dtype))
+        self.weight.data.copy_(decode(encoded, self.weight.dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
