@@ -172,17 +172,15 @@ def test_a_faulty_update_is_caught_and_the_layer_named(tmp_path, monkeypatch):
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(tmp_path):
     run = config(tmp_path, checkpoint={"every": 1, "keep": 9})
     folder = train(run, say=quiet)
-    file = folder / "checkpoints" / "step-000004" / "masters.safetensors"
+    file = folder / "checkpoints" / "step-000004" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    (folder / "checkpoints" / "step-000003" / "optimizer.pt").write_bytes(b"short")
+    (folder / "checkpoints" / "step-000003" / ".metadata").write_bytes(b"short")
     before, said = lasting(folder), []
     train(run, resume=True, say=said.append)
-    assert any(
-        "step-000004 is damaged (masters.safetensors does not match its checksum)" in line for line in said
-    )
-    assert any("step-000003 is damaged (optimizer.pt has 5 bytes" in line for line in said)
+    assert any("step-000004 is damaged (__0_0.distcp does not match its checksum)" in line for line in said)
+    assert any("step-000003 is damaged (.metadata has 5 bytes" in line for line in said)
     assert lasting(folder) == before
 
 

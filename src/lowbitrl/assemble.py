@@ -59,6 +59,7 @@ class Parts:
     sampler: Sampler
     sentinel: Sentinel
     published: Publication
+    saver: checkpoint.Saver
     drawn: int
     unmoved: int = 0
 
@@ -82,25 +83,26 @@ class Parts:
             "for a warm-up to end"
         )
 
-    def save(self, config: RunConfig, run: RunFolder, step: int) -> Path:
-        """Write the checkpoint from which step `step` can start."""
+    def save(self, step: int, score: float | None) -> Path:
+        """Begin to write the checkpoint from which step `step` can start.
+
+        Args:
+            score: held-out pass@1 of these weights, where they were evaluated.
+        """
         state = {
+            "score": score,
             "plan": self.plan.digest,
             "sentinel": self.sentinel.history,
             "drawn": self.drawn,
             "input_amax": [static_scales(model) for model in _static_models(self.trainer)],
         }
-        return checkpoint.save(run.checkpoints, step, self.trainer.optimizer, state, config.checkpoint.keep)
+        return self.saver.save(step, self.trainer.optimizer, state)
 
 
 def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: Say) -> tuple[Parts, int]:
     """Load, prepare and connect everything; returns the parts and the first step to run."""
     if resume:
         _check_same_run(config, run)
-    if ranks.joined() and (config.checkpoint.final or config.checkpoint.every):
-        raise ValueError(
-            "several processes write no checkpoints yet; set checkpoint.final=false and checkpoint.every=0"
-        )
     device = pick_device(config.model.device)
     scheduler = f", scheduler {config.rollout.scheduler}" if config.rollout.engine == "embedded" else ""
     say(
@@ -147,8 +149,9 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     )
     # Runs from before rollout.resample drew the same number of prompts every step.
     drawn = saved.state.get("drawn", start * config.rollout.prompts) if saved else 0
+    saver = checkpoint.Saver(run.checkpoints, config.checkpoint.keep)
     sampler = engine if ranks.size() == 1 else SplitSampler(engine)
-    return Parts(tokenizer, task, plan, trainer, engine, sampler, sentinel, published, drawn), start
+    return Parts(tokenizer, task, plan, trainer, engine, sampler, sentinel, published, saver, drawn), start
 
 
 def _publish(learner: PreTrainedModel, version: int) -> Publication:
@@ -254,7 +257,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> checkpoint.Checkpoint | None:
-    saved, damaged = checkpoint.latest(run.checkpoints)
+    saved, damaged = ranks.from_first(checkpoint.latest(run.checkpoints) if ranks.is_first() else (None, []))
     for line in damaged:
         say(line)
     if saved is None:

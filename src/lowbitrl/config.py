@@ -126,7 +126,8 @@ class CheckpointConfig(_Section):
 
     Attributes:
         every: steps between checkpoints; 0 saves only at the end and on interruption.
-        keep: newest checkpoints kept. final: whether to save at the end.
+        keep: newest checkpoints kept, beside the one whose held-out pass@1 is highest.
+        final: whether to save at the end.
     """
 
     every: int = Field(default=0, ge=0)

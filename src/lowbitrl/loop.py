@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -60,8 +60,10 @@ def _train(config: RunConfig, resume: bool, say: Say) -> Path:
                 say(f"start  {_pass_at_1(before)}")
         began = time.perf_counter()
         for step in range(start, config.trainer.steps):
-            with _naming_the_checkpoint(run, step):
+            with _naming_the_checkpoint(parts, run, step):
                 metrics = _step(config, parts, run, step)
+            # At most one step is ever logged that no checkpoint holds: a kill loses no more.
+            parts.saver.wait()
             run.log({"step": step} | metrics)
             left = (time.perf_counter() - began) / (step + 1 - start) * (config.trainer.steps - step - 1)
             say(f"{_progress(step, config.trainer.steps, metrics)}{_remaining(left)}")
@@ -72,10 +74,12 @@ def _train(config: RunConfig, resume: bool, say: Say) -> Path:
             # Ctrl-C may reach ranks in different steps: what one was asked, all do.
             asked = ranks.any_rank(interrupted())
             if _due(config, step + 1) or asked:
-                saved = parts.save(config, run, step + 1)
+                saved = parts.save(step + 1, metrics.get("eval/pass@1"))
                 if asked:
+                    parts.saver.wait()
                     say(f"interrupted after step {step + 1}; saved {saved}: continue with --resume")
                     break
+        parts.saver.wait()
         return run.path
 
 
@@ -161,11 +165,13 @@ class _Clock:
 
 
 @contextmanager
-def _naming_the_checkpoint(run: RunFolder, step: int) -> Iterator[None]:
+def _naming_the_checkpoint(parts: Parts, run: RunFolder, step: int) -> Iterator[None]:
     """A run that stops says where it stands: the step, and what can be resumed."""
     try:
         yield
     except RuntimeError as error:
+        with suppress(OSError):
+            parts.saver.wait()
         good, _ = checkpoint.latest(run.checkpoints)
         where = f"last good checkpoint: {good.path}" if good else "no checkpoint was written before it"
         error.add_note(f"step {step + 1} stopped the run and wrote nothing; {where}")

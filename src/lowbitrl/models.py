@@ -90,7 +90,7 @@ def resolve_model(name: str | Path) -> Path | str:
         return demo_checkpoint()
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / "plan.json").is_file() or (path / "masters.safetensors").is_file():
+        if (path / "plan.json").is_file() or (path / "files.json").is_file():
             raise ValueError(
                 f"model {str(name)!r} is a run's folder, or a checkpoint in one; make a model of it with "
                 "`lowbitrl export RUN --out DIR`"

@@ -22,6 +22,11 @@ CASES = [
     (3, "dense", ALIGNED, EXACT | {"trainer": {"mini_batch": 6}}, FP32_CODES),
     (2, "dense", ALIGNED, {"trainer": {"mini_batch": 6}}, BF16),
     (3, "dense", ALIGNED, {"trainer": {"gradient_checkpointing": True}}, BF16),
+    (2, "dense", ALIGNED, {"optimizer": {"masters": "compute"}}, BF16),
+    (3, "qwen3_moe", PLAIN, EXACT | {"trainer": {"mini_batch": 6}}, FP32),
+    (3, "qwen3_moe", ALIGNED, EXACT, FP32_CODES),
+    (2, "qwen3_moe", ALIGNED, {"trainer": {"gradient_checkpointing": True}}, BF16),
+    (2, "gpt_oss", ALIGNED, {}, BF16),
     (2, "dense", ALIGNED, {"objective": {"kl_coef": 0.1}, "distributed": {"cpu_offload": True}}, BF16),
 ]
 

@@ -106,12 +106,3 @@ def test_a_write_back_moves_the_version_counter_so_that_bytes_are_encoded_anew()
     before = model.weight._version
     optimizer.write_back()
     assert model.weight._version > before
-
-
-def test_loading_another_models_masters_is_refused():
-    one, other = (
-        MasterOptimizer(nn.Linear(2, 2), OptimizerConfig()),
-        MasterOptimizer(nn.Linear(2, 2, bias=False), OptimizerConfig()),
-    )
-    with pytest.raises(ValueError, match="bias is on one side only"):
-        one.load(dict(other.masters), other.state_dict())

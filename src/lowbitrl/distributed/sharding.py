@@ -44,11 +44,14 @@ class DistributedConfig(BaseModel):
     cpu_offload: bool = False
 
 
-def shard(model: PreTrainedModel, config: DistributedConfig, device: torch.device) -> None:
+def shard(
+    model: PreTrainedModel, config: DistributedConfig, device: torch.device, *, masters: bool = True
+) -> None:
     """Spread a prepared model over the ranks in place, a layer at a time; alone, nothing.
 
     Args:
-        model: on any device; parameters end as fp32 shards, on the host if offloaded, else on `device`.
+        model: on any device; parameters end as shards, on the host if offloaded, else on `device`.
+        masters: make the shards fp32, for an optimizer to step; otherwise they stay in the compute dtype.
 
     Raises:
         ValueError: parameters of several dtypes, or a model that does not say what its layers are.
@@ -65,7 +68,7 @@ def shard(model: PreTrainedModel, config: DistributedConfig, device: torch.devic
     }
     for module in [*_layers(model), model]:
         for parameter in module.parameters():
-            if not hasattr(parameter, "full_tensor"):
+            if masters and not hasattr(parameter, "full_tensor"):
                 parameter.data = parameter.data.float()
         fully_shard(module, **options)
     for module in model.modules():

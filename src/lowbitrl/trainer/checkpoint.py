@@ -1,27 +1,41 @@
-"""Checkpoints that are whole or absent: written aside, flushed, renamed, verified when read.
+"""Checkpoints that are whole or absent, of any number of processes, written while the run goes on.
 
-step-000050/ masters.safetensors  optimizer.pt  state.json  files.json (size and CRC of each)
+    step-000050/  .metadata  __0_0.distcp  __1_0.distcp ...   torch.distributed.checkpoint: masters, optimizer
+                  state.json  rng.pt                          where the loop stands, random states by rank
+                  files.json                                  size and CRC of each
+
+Copied aside in memory, written aside by every rank in a thread, flushed, renamed, verified when read.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
+import warnings
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from lowbitrl.trainer.optim import MasterOptimizer
+from lowbitrl.distributed import ranks
+from lowbitrl.trainer.optim import MASTERS, MasterOptimizer
 
-WRITTEN = {"masters.safetensors", "optimizer.pt", "state.json"}
+# One process is what most runs are.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+
+WRITTEN = {".metadata", "state.json", "rng.pt"}
 
 
 @dataclass(frozen=True)
@@ -32,48 +46,96 @@ class Checkpoint:
     state: dict[str, Any]
 
     def restore(self, optimizer: MasterOptimizer) -> None:
-        """Put masters and optimizer states back, and the parameters they imply.
+        """Put masters, optimizer states and random states back, and the parameters they imply.
 
         Raises:
             ValueError: the checkpoint is of another model or optimizer.
         """
-        masters = load_file(self.path / "masters.safetensors")
-        optimizer.load(masters, torch.load(self.path / "optimizer.pt", weights_only=True))
+        held = _names(self.path)
+        optimizer.make_states(held)
+        tensors = optimizer.tensors()
+        _check_names(self.path, held, tensors.keys())
+        _read(self.path, tensors)
+        optimizer.resume(self.state["optimizer_steps"])
+        _restore_random(torch.load(self.path / "rng.pt", weights_only=True))
+
+
+class Saver:
+    """Writes a run's checkpoints in a thread of its own, one at a time.
+
+    Args:
+        folder: where the run's checkpoints are.
+        keep: newest ones kept, beside the best-scored.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        # The thread's messages must not meet those of the training that goes on.
+        self._group: Any = dist.new_group(backend="gloo") if ranks.joined() else None
+
+    def save(self, step: int, optimizer: MasterOptimizer, state: dict[str, Any]) -> Path:
+        """Begin to write step-`step`; all ranks call this. Where it will be, once `wait` has returned.
+
+        A crash or a full disk leaves at most a hidden partial folder; older checkpoints stay. Checkpoints
+        of later steps, which a damaged run may have left, are of a future given up: they are not counted.
+
+        Raises:
+            OSError: the one before it could not be written.
+        """
+        self.wait()
+        final, partial = self.folder / f"step-{step:06d}", self.folder / f".step-{step:06d}.partial"
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in optimizer.tensors().items()}
+        state = state | {"step": step, "optimizer_steps": optimizer.steps}
+        randoms = ranks.gather(_random_states())
+        if ranks.is_first():
+            _clear(self.folder)
+        ranks.from_first(None)
+        self._pending = self._thread.submit(self._write, partial, final, copies, state, randoms)
+        return final
+
+    def wait(self) -> None:
+        """Until what was begun is whole.
+
+        Raises:
+            OSError: it could not be written; earlier checkpoints are untouched.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(
+        self,
+        partial: Path,
+        final: Path,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        randoms: list[dict[str, Any]],
+    ) -> None:
+        try:
+            writer, alone = FileSystemWriter(partial), self._group is None
+            state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group, no_dist=alone)
+            if ranks.is_first():
+                torch.save(randoms, partial / "rng.pt")
+                (partial / "state.json").write_text(json.dumps(state))
+                _seal(partial, final)
+                _prune(self.folder, state["step"], self.keep)
+        # A full disk is an OSError to Python, but not to torch.save, nor to what carries errors between ranks.
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if ranks.is_first():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(
+                f"checkpoint {final} could not be written ({_cause(error)}); earlier checkpoints are untouched"
+            ) from error
 
 
 def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, Any], keep: int) -> Path:
-    """Write step-`step` under `folder`, then drop all but the newest `keep`.
-
-    A crash or a full disk leaves at most a hidden partial folder; older checkpoints stay. Checkpoints
-    of later steps, which a damaged run may have left, are of a future given up: they are not counted.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    final, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        masters = {name: m.detach().contiguous().cpu() for name, m in optimizer.masters.items()}
-        save_file(masters, partial / "masters.safetensors")
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-        (partial / "state.json").write_text(json.dumps(state | {"step": step}))
-        files = {path.name: [path.stat().st_size, _crc(path)] for path in partial.iterdir()}
-        (partial / "files.json").write_text(json.dumps(files))
-        for path in partial.iterdir():
-            _flush(path)
-    # A full disk is an OSError to Python, but not to the writers of safetensors and of torch.save.
-    except (OSError, SafetensorError, RuntimeError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(
-            f"checkpoint {final} could not be written ({error}); earlier checkpoints are untouched"
-        ) from error
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    _flush(folder)
-    for old in [path for number, path in steps(folder).items() if number <= step][: -max(keep, 1)]:
-        shutil.rmtree(old)
-    return final
+    """One checkpoint, whole when this returns; otherwise as `Saver.save`."""
+    saver = Saver(folder, keep)
+    path = saver.save(step, optimizer, state)
+    saver.wait()
+    return path
 
 
 def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -107,12 +169,9 @@ def load_masters(path: Path, model: nn.Module) -> None:
     fault = _fault(path)
     if fault is not None:
         raise ValueError(f"checkpoint {path} is damaged ({fault}); give a step-* folder of a run")
-    masters, parameters = load_file(path / "masters.safetensors"), dict(model.named_parameters())
-    if masters.keys() != parameters.keys():
-        odd = next(iter(masters.keys() ^ parameters.keys()))
-        raise ValueError(f"checkpoint {path} is of another model: {odd} is on one side only")
-    for name, parameter in parameters.items():
-        parameter.copy_(masters[name])
+    parameters = {f"{MASTERS}{name}": p.detach() for name, p in model.named_parameters()}
+    _check_names(path, {n for n in _names(path) if n.startswith(MASTERS)}, parameters.keys())
+    _read(path, parameters, alone=True)
 
 
 def steps(folder: Path) -> dict[int, Path]:
@@ -122,6 +181,93 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(numbered.items()))
 
 
+def _names(path: Path) -> set[str]:
+    """Names of the tensors in a checkpoint."""
+    if not (path / ".metadata").is_file():
+        raise ValueError(
+            f"checkpoint {path} is of a version of lowbitrl that wrote safetensors; go on with that version, or "
+            "start from what it exports (lowbitrl export)"
+        )
+    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def _check_names(path: Path, held: set[str], wanted: Any) -> None:
+    if odd := sorted(held ^ set(wanted)):
+        raise ValueError(f"checkpoint {path} is of another model: {odd[0]} is on one side only")
+
+
+def _read(path: Path, tensors: dict[str, Tensor], alone: bool = False) -> None:
+    """Fill `tensors` in place, every rank its own shards."""
+    reader = FileSystemReader(path)
+    state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone or not ranks.joined())
+
+
+def _seal(partial: Path, final: Path) -> None:
+    """Note every file's size and checksum, flush all, and give the folder its name."""
+    files = {path.name: [path.stat().st_size, _crc(path)] for path in partial.iterdir()}
+    (partial / "files.json").write_text(json.dumps(files))
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    _flush(final.parent)
+
+
+def _clear(folder: Path) -> None:
+    """Drop what writes that never ended have left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(".step-*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Drop all up to `step` but the newest `keep` and the one that scored highest, the latest of equals."""
+    known = {number: path for number, path in steps(folder).items() if number <= step}
+    scores = {n: s for n, path in known.items() if (s := _score(path)) is not None}
+    best = max(scores, key=lambda n: (scores[n], n), default=None)
+    for number in list(known)[: -max(keep, 1)]:
+        if number != best:
+            shutil.rmtree(known[number])
+
+
+def _score(path: Path) -> float | None:
+    """The held-out score noted in a checkpoint; None where there is none, or no state to read it from."""
+    try:
+        return state_of(path).get("score")
+    except (OSError, ValueError):
+        return None
+
+
+def _random_states() -> dict[str, Any]:
+    """What the process's own generators would draw next: a reward function may use them."""
+    name, keys, *rest = cast(Any, np.random.get_state(legacy=True))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+    }
+
+
+def _restore_random(by_rank: list[dict[str, Any]]) -> None:
+    """A rank's own states; those of rank 0 on a rank that there was not."""
+    state = by_rank[ranks.rank() if ranks.rank() < len(by_rank) else 0]
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong where it went wrong: torch wraps each rank's error in one of its own."""
+    if isinstance(error, CheckpointException):
+        failed, (first, _) = next(iter(error.failures.items()))
+        return f"{type(first).__name__}: {first}" + (f", on rank {failed}" if failed else "")
+    return str(error)
+
+
 def _fault(path: Path) -> str | None:
     try:
         files = {
@@ -129,7 +275,7 @@ def _fault(path: Path) -> str | None:
         }
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"files.json: {error}"
-    for name in WRITTEN - files.keys():
+    for name in {} if "masters.safetensors" in files else WRITTEN - files.keys():
         return f"files.json does not list {name}"
     for name, (size, crc) in files.items():
         file = path / name

@@ -8,6 +8,7 @@ A step smaller than half a BF16 ulp would be lost in a BF16 weight; masters keep
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from lowbitrl.quant import whole
+
+MASTERS, STATES = "masters.", "optimizer."
+"""How names of tensors in a checkpoint begin."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -73,6 +77,7 @@ class MasterOptimizer:
         self.masters = {n: p if own else _master(p) for n, p in self.parameters.items()}
         hidden = _hidden_matrices(model, self.parameters) if config.name == "muon" else set()
         self.optimizers = _build(config, self.masters, hidden)
+        self._owners = {id(p): o for o in self.optimizers for g in o.param_groups for p in g["params"]}
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_mover(self.masters[name]))
@@ -107,26 +112,31 @@ class MasterOptimizer:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Optimizer states by optimizer, and the step count; masters are saved apart."""
-        return {"steps": self.steps, "optimizers": [o.state_dict() for o in self.optimizers]}
-
-    @torch.no_grad()
-    def load(self, masters: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Continue from saved masters and states.
-
-        Raises:
-            ValueError: the masters are those of another model.
-        """
-        if masters.keys() != self.masters.keys():
-            odd = next(iter(masters.keys() ^ self.masters.keys()))
-            raise ValueError(f"the checkpoint is of another model: {odd} is on one side only")
+    def tensors(self) -> dict[str, Tensor]:
+        """Masters as "masters.NAME" and the optimizer's states as "optimizer.NAME.KIND": what a checkpoint holds."""
+        named = {f"{MASTERS}{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
-            master.copy_(masters[name])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.steps = state["steps"]
+            for kind, value in self._states(master).items():
+                named[f"{STATES}{name}.{kind}"] = value
+        return named
+
+    def make_states(self, names: Iterable[str]) -> None:
+        """Make the states of those names, zeros, for a checkpoint to be read into; names of none are passed over."""
+        for name in names:
+            parameter, _, kind = name.removeprefix(STATES).rpartition(".")
+            if name.startswith(STATES) and parameter in self.masters:
+                master = self.masters[parameter]
+                value = torch.zeros(()) if kind == "step" else torch.zeros_like(master, requires_grad=False)
+                self._states(master)[kind] = value
+
+    def resume(self, steps: int) -> None:
+        """Go on after `steps` optimizer steps, from the masters and states that were put in place."""
+        self.steps = steps
         self.write_back()
+
+    def _states(self, master: Tensor) -> dict[str, Tensor]:
+        """What the optimizer that steps `master` keeps for it."""
+        return self._owners[id(master)].state[master]
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

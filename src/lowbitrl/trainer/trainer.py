@@ -78,8 +78,10 @@ class Trainer:
         model.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:
             _enable_checkpointing(model)
-        for whole in (model, *([self.reference] if self.reference else ())):
-            shard(whole, distributed or DistributedConfig(), device or model.device)
+        spread = distributed or DistributedConfig(), device or model.device
+        shard(model, *spread, masters=optimizer.masters == "float32")
+        if self.reference is not None:
+            shard(self.reference, *spread, masters=False)
         self.optimizer = MasterOptimizer(model, optimizer)
 
     @torch.no_grad()
