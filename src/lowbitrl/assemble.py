@@ -20,8 +20,10 @@ from lowbitrl.evaluation import Evaluation, evaluate
 from lowbitrl.models import DEMO, load_model
 from lowbitrl.quant import (
     Plan,
+    Recipe,
     attachment,
     calibrate,
+    describe_products,
     prepare,
     real_tokens,
     restore_scales,
@@ -212,7 +214,7 @@ def _engine(
         )
     if options.engine == "embedded":
         rollout, _ = load_model(config.model.name, config.model.dtype, device)
-        prepare(rollout, plan, "rollout", keep_decoded_experts=options.keep_decoded_experts)
+        _prepare_rollout(config, rollout, plan, say)
         return EmbeddedEngine(rollout, options.scheduler, options.max_batch, options.record_routing)
     if config.model.name != DEMO:
         engine = VllmEngine(config.model.name, plan, config.model.dtype, **options.vllm)
@@ -223,6 +225,19 @@ def _engine(
             engine = VllmEngine(folder, plan, config.model.dtype, **options.vllm)
     say(engine.summary())
     return engine
+
+
+def _prepare_rollout(config: RunConfig, model: PreTrainedModel, recipe: Recipe | Plan, say: Say) -> Plan:
+    options = config.rollout
+    plan = prepare(
+        model,
+        recipe,
+        "rollout",
+        keep_decoded_experts=options.keep_decoded_experts,
+        kernels=options.kernels,
+    )
+    say(describe_products(model))
+    return plan
 
 
 # What may change when a run goes on: how long, how often it looks and saves, where it writes.
@@ -331,8 +346,7 @@ def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluati
     model, tokenizer = load_model(config.model.name, config.model.dtype, device)
     if saved is not None:
         checkpoint.load_masters(saved, model)
-    keep = config.rollout.keep_decoded_experts
-    say(prepare(model, config.recipe, "rollout", keep_decoded_experts=keep).summary())
+    say(_prepare_rollout(config, model, config.recipe, say).summary())
     if saved is not None:
         restore_scales(model, checkpoint.state_of(saved).get("input_amax", [{}])[0])
     else:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lowbitrl.distributed.sharding import DistributedConfig
-from lowbitrl.quant.recipe import Recipe
+from lowbitrl.quant.recipe import Kernels, Recipe
 from lowbitrl.rollout.types import LOWEST_TEMPERATURE, Sampling
 from lowbitrl.sync.sentinel import SentinelConfig
 from lowbitrl.tasks import TaskConfig
@@ -69,6 +69,10 @@ class RolloutConfig(_Section):
         scheduler / max_batch / record_routing: of the embedded engine. "auto" records by "batch".
         keep_decoded_experts: hold a mixture's experts in the compute dtype beside their bytes, in
             place of decoding those that have tokens in every forward pass: faster, at BF16's memory.
+        kernels: "learner": linears and experts multiply decoded weights as the learner does, the same
+            bits on the same input. "low-bit": kernels read the bytes (4-bit weights, BF16 compute,
+            CUDA): experts always, linears for up to 16 tokens a pass; their rounding is one more
+            difference between the sides, part of the engine's drift.
         keep: completions written to the run folder each step.
         engine: "embedded", or "vllm" in this process (docs/vllm.md); the settings of the embedded
             engine above then have no say.
@@ -84,6 +88,7 @@ class RolloutConfig(_Section):
     max_batch: int = Field(default=256, ge=1)
     record_routing: bool = False
     keep_decoded_experts: bool = False
+    kernels: Kernels = "learner"
     keep: int = Field(default=8, ge=0)
     engine: Literal["embedded", "vllm"] = "embedded"
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -94,6 +99,13 @@ class RolloutConfig(_Section):
             raise ValueError(f"vllm={self.vllm} is for engine='vllm', but engine is {self.engine!r}")
         if self.record_routing and self.engine == "vllm":
             raise ValueError("record_routing=true: vLLM hands out no routes here; use engine='embedded'")
+        if self.kernels == "low-bit" and self.engine == "vllm":
+            raise ValueError("kernels='low-bit' is the embedded engine's; vLLM has kernels of its own")
+        if self.kernels == "low-bit" and self.keep_decoded_experts:
+            raise ValueError(
+                "kernels='low-bit' reads experts' bytes, keep_decoded_experts=true holds decoded copies to multiply "
+                "by; set one of them"
+            )
         return self
 
     def sampling(self) -> Sampling:

@@ -47,6 +47,13 @@ def describe(weight: QuantizedTensor) -> Weight4:
     return Weight4(weight.qdata.contiguous(), weight.scale.contiguous(), flat, group, nvfp4)
 
 
+def why_not_format4(name: str) -> str | None:
+    """Why the 4-bit kernels can't read any weight of a format, or None."""
+    fmt = get_format(name)
+    in_groups = fmt.name.startswith("int4-g") and fmt.group in GROUPS
+    return None if isinstance(fmt, Nvfp4) or in_groups else f"{name} is neither NVFP4 nor INT4 in groups"
+
+
 def why_not_weight4(weight: QuantizedTensor) -> str | None:
     """Why the 4-bit kernels can't read a weight, or None."""
     fmt = get_format(weight.format)
@@ -56,8 +63,8 @@ def why_not_weight4(weight: QuantizedTensor) -> str | None:
         if weight.global_scale.numel() not in {1, experts}:
             return f"{weight.format} with a global scale a row; one a matrix is read"
         return None
-    if not fmt.name.startswith("int4-g") or fmt.group not in GROUPS or weight.global_scale is not None:
-        return f"{weight.format} is neither NVFP4 nor INT4 in groups"
+    if reason := why_not_format4(weight.format):
+        return reason
     if weight.scale.dtype != torch.bfloat16:
         return f"{weight.format} with {weight.scale.dtype} scales; BF16 ones are read"
     return None

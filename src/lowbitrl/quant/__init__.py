@@ -13,6 +13,7 @@ from lowbitrl.quant.apply import (
 )
 from lowbitrl.quant.export import export, wire
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
+from lowbitrl.quant.products import describe_products
 from lowbitrl.quant.recipe import PRECISIONS, Recipe
 from lowbitrl.quant.routing import agreement, recomputation, routing
 from lowbitrl.quant.shards import whole
@@ -26,6 +27,7 @@ __all__ = [
     "agreement",
     "attachment",
     "calibrate",
+    "describe_products",
     "export",
     "forget_bytes",
     "observing",

@@ -20,7 +20,8 @@ from lowbitrl.quant.linear import (
     WeightGroup,
 )
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
-from lowbitrl.quant.recipe import Recipe
+from lowbitrl.quant.products import refuse_low_bit
+from lowbitrl.quant.recipe import Kernels, Recipe
 from lowbitrl.quant.routing import RoutingContext, wear_routers
 from lowbitrl.quant.stacks import STACKS, layout_of
 
@@ -32,6 +33,7 @@ class Attachment:
     """What `prepare` leaves on a model, under `model.lowbitrl`.
 
     Attributes:
+        kernels: rollout side: what its products were asked to run.
         groups: learner side: what encodes its weights. stacks: rollout side: what holds the bytes
             of its expert stacks, by name. routing: what its routers ask, empty in a dense model.
         sites: what quantizes inputs, by fused group. scales: static scales of inputs, by fused group.
@@ -43,6 +45,7 @@ class Attachment:
     tokens: TokenContext
     dtype: torch.dtype
     device: torch.device | None = None
+    kernels: Kernels = "learner"
     routing: RoutingContext = field(default_factory=lambda: RoutingContext(()))
     groups: list[WeightGroup | StackWeights] = field(default_factory=list)
     stacks: dict[str, StackWeights] = field(default_factory=dict)
@@ -63,7 +66,12 @@ class Attachment:
 
 
 def prepare(
-    model: nn.Module, recipe: Recipe | Plan, side: Side = "learner", *, keep_decoded_experts: bool = False
+    model: nn.Module,
+    recipe: Recipe | Plan,
+    side: Side = "learner",
+    *,
+    keep_decoded_experts: bool = False,
+    kernels: Kernels = "learner",
 ) -> Plan:
     """Put a recipe on a model in place, before any sharding; names of parameters are unchanged.
 
@@ -76,13 +84,16 @@ def prepare(
         recipe: a `Recipe`, or a `Plan` resolved before (its modules must be this model's).
         keep_decoded_experts: rollout side: decode experts once per update and keep them at BF16's
             memory, in place of decoding those that have tokens in every forward pass.
+        kernels: rollout side: "learner" multiplies by decoded weights as the learner does, the same
+            bits on the same input; "low-bit" reads bytes in kernels where they can
+            (`describe_products` says where), apart from the learner by bounded rounding.
 
     Returns:
         The plan, also found at `attachment(model).plan`.
 
     Raises:
         ValueError: everything `plan.resolve` refuses; a model prepared before; a plan whose
-            decisions are not this model's.
+            decisions are not this model's; low-bit kernels that nothing here can run.
     """
     if side not in ("learner", "rollout"):
         raise ValueError(f"side={side!r} is unknown; choose 'learner' or 'rollout'")
@@ -91,7 +102,9 @@ def prepare(
     plan = resolve(recipe.recipe if isinstance(recipe, Plan) else recipe, model)
     if isinstance(recipe, Plan) and recipe.diff(plan):
         raise ValueError(f"the plan is not this model's:\n{recipe.diff(plan)}")
-    attached = Attachment(plan, side, TokenContext(), next(model.parameters()).dtype)
+    if kernels == "low-bit":
+        refuse_low_bit(plan, model, side, keep_decoded_experts)
+    attached = Attachment(plan, side, TokenContext(), next(model.parameters()).dtype, kernels=kernels)
     modules = dict(model.named_modules())
     for layers in plan.groups.values():
         _swap_group(attached, layers, [modules[layer.name] for layer in layers])
@@ -177,7 +190,8 @@ def _swap_group(attached: Attachment, layers: tuple[LayerPlan, ...], modules: li
     bytes_ = group.encoded() if group is not None and attached.side == "rollout" else {}
     for layer, module in zip(layers, modules, strict=True):
         if attached.side == "rollout":
-            _wear(module, RolloutLinear, plan=layer, site=site, encoded=None)
+            low_bit = attached.kernels == "low-bit"
+            _wear(module, RolloutLinear, plan=layer, site=site, encoded=None, low_bit=low_bit)
             if layer.name in bytes_:
                 module.adopt(bytes_[layer.name])  # type: ignore[operator]
         elif layer.learner_weight or site is not None:
@@ -193,7 +207,8 @@ def _wear_experts(
         both = [attached.plan.by_name[name] for name in names if name in attached.plan.by_name]
         w13, w2 = (_projection(attached, model, modules[owner], row, keep_decoded) for row in both)
         if any(attached.changes(row) for row in rows):
-            modules[owner].__dict__["lowbitrl_experts"] = WornExperts(w13, w2)
+            low_bit = attached.kernels == "low-bit"
+            modules[owner].__dict__["lowbitrl_experts"] = WornExperts(w13, w2, low_bit)
             worn.append(modules[owner])
     if worn:
         select_dispatch(worn)

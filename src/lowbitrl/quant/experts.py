@@ -10,6 +10,10 @@ have tokens, one layer's at a time; "batched_mm" gathers a matrix a token. Learn
 same code, so the same bytes and input give the same bits on both sides. Bytes are decoded for each
 product and again for its gradient: no side keeps a decoded copy, unless a rollout is asked to.
 
+A rollout prepared with `kernels="low-bit"` reads the bytes in one launch instead (`grouped_w4a16_matmul`, BF16
+on CUDA): no decoding, no host synchronization, and a global scale on the sums where the learner's weights are
+rounded after it; `quant.products` bounds the difference.
+
 Notation: T tokens, k experts a token, S = T * k rows sorted by expert, U experts that have tokens.
 """
 
@@ -28,7 +32,6 @@ from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels.decode import decode
 from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
-from lowbitrl.kernels.w4a16_choice import measured_on
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.linear import (
     CODE_PAIRS,
@@ -228,11 +231,14 @@ class Projection:
         """The bytes served, canonical."""
         return self.weights.encoded()[self.weights.row.name]
 
-    def reads_bytes(self) -> bool:
-        """Whether a kernel can multiply by the bytes as they lie."""
+    def why_not_bytes(self) -> str | None:
+        """Why no kernel can multiply by the bytes as they lie, or None."""
         held = self.weights
-        as_stored = held.frozen and not held.keep_decoded and not held.layout.interleaved
-        return self.aligned and as_stored and (self.takes_codes() or why_not_weight4(self.stored()) is None)
+        if not self.aligned or not held.frozen:
+            return "its weights are no frozen bytes"
+        if held.layout.interleaved:
+            return "gate and up are interleaved"
+        return None if self.takes_codes() else why_not_weight4(self.stored())
 
     def takes_codes(self) -> bool:
         """Whether the input's 8-bit codes are multiplied, rather than values."""
@@ -263,6 +269,7 @@ class WornExperts:
 
     w13: Projection
     w2: Projection
+    low_bit: bool = False
 
     def forward(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, dispatch: str
@@ -285,24 +292,21 @@ class WornExperts:
         return in_order.view(*top_k_index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
     def multiplies_bytes(self, hidden: Tensor) -> bool:
-        """Whether 4-bit bytes are read as they are: BF16 tokens on a GPU, on the rollout side."""
-        if (
-            not hidden.is_cuda
-            or hidden.dtype != torch.bfloat16
-            or torch.is_grad_enabled()
-            or measured_on() is None
-        ):
+        """Whether bytes are read as they are: asked for, and BF16 tokens on a GPU without gradient."""
+        if not self.low_bit or not hidden.is_cuda or hidden.dtype != torch.bfloat16:
             return False
-        both = (self.w13, self.w2)
-        if not all(p.reads_bytes() for p in both) or (
-            CODES_CHECKED_ON is None and any(p.takes_codes() for p in both)
-        ):
-            return False
+        # A maximum observed over real tokens needs more than rows.
+        observing = self.w2.site is not None and self.w2.site.tokens.observing
+        return not torch.is_grad_enabled() and not observing and self.why_not_bytes() is None
+
+    def why_not_bytes(self) -> str | None:
+        """Why no kernel can multiply by both stacks' bytes, or None."""
         second = self.w2.site
-        # A residual chosen expert by expert, and a maximum observed over real tokens, need more than rows.
-        by_expert = second is not None and second.residual and second.scope == "batch"
-        observing = second is not None and second.tokens.observing
-        return not by_expert and not observing
+        if second is not None and second.residual and second.scope == "batch":
+            return "W2's residual is chosen expert by expert"
+        if CODES_CHECKED_ON is None and (self.w13.takes_codes() or self.w2.takes_codes()):
+            return "8-bit products have been checked on no GPU yet"
+        return self.w13.why_not_bytes() or self.w2.why_not_bytes()
 
     def forward_bytes(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor

@@ -349,14 +349,15 @@ class RolloutLinear(nn.Linear):
     """A frozen linear that holds bytes and multiplies by their values.
 
     `encoded` is what was published: by reference on a CPU, in storage of its own on CUDA, where
-    captured graphs hold its address. `weight` is its decoded value in the compute dtype, for
-    products that decoding would cost more than: all of them on a CPU, prefill on CUDA. A decode
-    step of a few tokens on CUDA reads 4-bit bytes instead (`kernels.w4a16_matmul`).
+    captured graphs hold its address. `weight` is its decoded value in the compute dtype, which the
+    learner multiplies by too: the same bits on the same input. With `low_bit`, products of a few
+    tokens on CUDA read 4-bit bytes instead (`kernels.w4a16_matmul`), which rounds elsewhere.
     """
 
     plan: LayerPlan
     site: ActivationSite | None
     encoded: QuantizedTensor | None
+    low_bit: bool
 
     def adopt(self, encoded: QuantizedTensor) -> None:
         """Serve these bytes from now on; bytes and decoded weight keep their addresses on CUDA."""
@@ -370,7 +371,7 @@ class RolloutLinear(nn.Linear):
             assert self.encoded is not None
             return w8a8_matmul(self.site.codes(input), self.encoded, bias=self.bias)
         x = self.site(input) if self.site is not None else input
-        if self.encoded is not None and multiplies_bytes(x, self.encoded):
+        if self.low_bit and self.encoded is not None and multiplies_bytes(x, self.encoded):
             return w4a16_matmul(x, self.encoded, bias=self.bias)
         return F.linear(x, self.weight, self.bias)
 

@@ -13,6 +13,8 @@ from lowbitrl.formats.residual import Scope
 
 Alignment = Literal["bf16", "weights", "full"]
 Site = Literal["attention", "w13", "w2", "other"]
+Kernels = Literal["learner", "low-bit"]
+"""What a rollout multiplies with: the learner's products, or kernels that read low-bit bytes (`quant.products`)."""
 
 
 @dataclass(frozen=True)
