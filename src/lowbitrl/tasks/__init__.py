@@ -1,10 +1,15 @@
 """Tasks: prompts with verifiable rewards. `make_task(TaskConfig(...))` makes one."""
 
-from lowbitrl.tasks.config import TaskConfig
-from lowbitrl.tasks.task import Prompt, Split, Task, check_lengths, completion_text, encode_prompt
+from lowbitrl.tasks.config import RewardsConfig, TaskConfig
+from lowbitrl.tasks.rewards import Failure, RewardError
+from lowbitrl.tasks.task import Prompt, Scored, Split, Task, check_lengths, completion_text, encode_prompt
 
 __all__ = [
+    "Failure",
     "Prompt",
+    "RewardError",
+    "RewardsConfig",
+    "Scored",
     "Split",
     "Task",
     "TaskConfig",
@@ -15,8 +20,11 @@ __all__ = [
 ]
 
 
-def make_task(config: TaskConfig) -> Task:
+def make_task(config: TaskConfig, rewards: RewardsConfig | None = None) -> Task:
     """The task a recipe's `[task]` section describes, checked as far as it can be without a tokenizer.
+
+    Args:
+        rewards: how its rewards are contained; the defaults if left out.
 
     Raises ValueError, ImportError or FileNotFoundError naming the field, the rule and the remedy.
     """
@@ -24,7 +32,7 @@ def make_task(config: TaskConfig) -> Task:
     if config.name is not None:
         from lowbitrl.tasks.reasoning_gym import ReasoningGymTask
 
-        return ReasoningGymTask(config)
+        return ReasoningGymTask(config, rewards)
     from lowbitrl.tasks.file import FileTask
 
-    return FileTask(config)
+    return FileTask(config, rewards)

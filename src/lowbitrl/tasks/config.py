@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from lowbitrl.tasks.limits import Limits
+
 ScorerName = Literal["last-number", "first-number", "reasoning-gym"]
 
 
@@ -67,3 +69,35 @@ class TaskConfig(BaseModel):
         if self.system is not None and not self.chat:
             raise ValueError("system needs the chat template: drop system or set chat = true")
         return self
+
+
+class RewardsConfig(BaseModel):
+    """What happens to a completion whose reward fails, and what a reward may use; see docs/faults.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    contain: Literal["auto", "all", "none"] = "auto"
+    """Rewards called in processes of their own, within the limits below. "auto": yours (`task.reward`), and those
+    of reasoning-gym that do more than compare; "all": every one of reasoning-gym's too; "none": all here, where a
+    reward that hangs or dies takes the run with it (but can use the GPU)."""
+    on_failure: Literal["zero", "drop", "raise"] = "zero"
+    """A completion whose reward fails counts as "zero", is left out of its group ("drop"), or stops the run
+    ("raise"). In evaluations it counts as zero. A step whose every reward fails stops the run always."""
+    timeout: float = Field(default=10.0, gt=0)
+    """Seconds of wall time a completion."""
+    cpu_seconds: int = Field(default=10, ge=1)
+    """Seconds of CPU time a completion, all threads together."""
+    memory_mb: int = Field(default=2048, ge=0)
+    """MiB of address space over what importing the reward took; 0 sets no limit. Linux only."""
+    file_mb: int = Field(default=16, ge=0)
+    """MiB of a file that a reward writes, and of all that one completion leaves in the scratch folder in which
+    rewards run, which is emptied after each."""
+    files: int = Field(default=64, ge=0)
+    """Files open at a time, and files left in the scratch folder."""
+    workers: int = Field(default=0, ge=0, le=256)
+    """Processes; 0 is one a core, at most 8."""
+
+    def limits(self) -> Limits:
+        """The limits of one completion."""
+        names = ("timeout", "cpu_seconds", "memory_mb", "file_mb", "files")
+        return Limits(**{name: getattr(self, name) for name in names})

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lowbitrl.tasks.config import TaskConfig
-from lowbitrl.tasks.rewards import call_reward, import_reward
+from lowbitrl.tasks.config import RewardsConfig, TaskConfig
+from lowbitrl.tasks.judge import Judge
+from lowbitrl.tasks.rewards import Failure
 from lowbitrl.tasks.scorers import NUMBER_SCORERS, parse_number
 from lowbitrl.tasks.splits import digest
-from lowbitrl.tasks.task import Prompt, Split, check_held_out_range, encode_prompt
+from lowbitrl.tasks.task import Prompt, Scored, Split, check_held_out_range, encode_prompt, only_scores
 
 Row = dict[str, Any]
 
@@ -26,19 +28,19 @@ Row = dict[str, Any]
 class FileTask:
     """`make_task` of a config with a path. Raises FileNotFoundError for a missing file; ValueError for an
     empty one, a row of another shape (with its number), too few rows, a number scorer on answers that are
-    no numbers; what `import_reward` raises; OSError if a hub dataset cannot be had."""
+    no numbers; what `import_reward` raises; RewardError if the reward fails on the empty completion; OSError
+    if a hub dataset cannot be had."""
 
-    def __init__(self, config: TaskConfig) -> None:
+    def __init__(self, config: TaskConfig, rewards: RewardsConfig | None = None) -> None:
         self.config = config
         self.name = config.path or ""
-        self._function = import_reward(config.reward) if config.reward else None
         self.scorer = "reward" if config.reward else str(config.scorer)
         prompts = [self._prompt(number, row) for number, row in enumerate(read_rows(config))]
         if not prompts:
             raise ValueError(f"task.path = {self.name!r} has no rows; give at least one prompt")
         self._train, self._held_out = self._split(prompts)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.scores(self._train[0], "")
+        self._judge = self._make_judge(rewards or RewardsConfig())
 
     @property
     def held_out_count(self) -> int:
@@ -55,18 +57,42 @@ class FileTask:
         check_held_out_range(self.name, start, count, self.held_out_count)
         return self._held_out[start : start + count]
 
-    def scores(self, prompt: Prompt, completion: str) -> dict[str, float]:
+    def score_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Scored]:
         """`reward`: the user's, if there is one; the number scorers where the answer is a number."""
-        scores = {}
-        if parse_number(prompt.answer) is not None:
-            scores = {name: scorer(completion, prompt.answer) for name, scorer in NUMBER_SCORERS.items()}
-        if self._function is not None:
-            given = {**prompt.metadata, "id": prompt.id}
-            scores["reward"] = call_reward(self.config.reward or "", self._function, completion, given)
-        return scores
+        if self._judge is None:
+            return [Scored(self._number_scores(*pair)) for pair in pairs]
+        given = [(completion, _given(prompt)) for prompt, completion in pairs]
+        return [
+            Scored(self._number_scores(*pair), (outcome,))
+            if isinstance(outcome, Failure)
+            else Scored(self._number_scores(*pair) | {"reward": outcome})
+            for pair, outcome in zip(pairs, self._judge(given), strict=True)
+        ]
+
+    def scores(self, prompt: Prompt, completion: str) -> dict[str, float]:
+        """See `Task.scores`."""
+        return only_scores(self.score_all([(prompt, completion)])[0])
 
     def reward(self, prompt: Prompt, completion: str) -> float:
+        """See `Task.reward`."""
         return self.scores(prompt, completion)[self.scorer]
+
+    def close(self) -> None:
+        """See `Task.close`."""
+        if self._judge is not None:
+            self._judge.close()
+
+    def _make_judge(self, rewards: RewardsConfig) -> Judge | None:
+        if self.config.reward is None:
+            return None
+        judge = Judge(self.config.reward, rewards, ("", _given(self._train[0])), rewards.contain != "none")
+        judge.prove()
+        return judge
+
+    def _number_scores(self, prompt: Prompt, completion: str) -> dict[str, float]:
+        if parse_number(prompt.answer) is None:
+            return {}
+        return {name: scorer(completion, prompt.answer) for name, scorer in NUMBER_SCORERS.items()}
 
     def encode(self, tokenizer: Any, prompt: Prompt) -> list[int]:
         return encode_prompt(tokenizer, prompt, self.config.max_prompt_tokens)
@@ -198,6 +224,11 @@ def _hub_rows(name: str, options: dict[str, Any]) -> list[Row]:
 
 def _is_message(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _given(prompt: Prompt) -> Row:
+    """What a reward is told of its prompt."""
+    return {**prompt.metadata, "id": prompt.id}
 
 
 def _text(prompt: Prompt) -> str:

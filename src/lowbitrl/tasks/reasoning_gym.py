@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from reasoning_gym.factory import DATASETS, create_dataset
-from reasoning_gym.utils import extract_answer
 
-from lowbitrl.tasks.config import TaskConfig
-from lowbitrl.tasks.rewards import call_reward, import_reward
+from lowbitrl.tasks.config import RewardsConfig, TaskConfig
+from lowbitrl.tasks.gym_score import SPEC, is_plain
+from lowbitrl.tasks.judge import Judge
+from lowbitrl.tasks.rewards import Failure
 from lowbitrl.tasks.scorers import NUMBER_SCORERS, parse_number
 from lowbitrl.tasks.splits import digest, is_held_out
-from lowbitrl.tasks.task import Prompt, Split, check_held_out_range, encode_prompt
-
-logger = logging.getLogger(__name__)
+from lowbitrl.tasks.task import Prompt, Scored, Split, check_held_out_range, encode_prompt, only_scores
 
 CHUNK = 64  # positions of a split that share one seeded dataset
 TRIES = 16  # items for each position in one dataset; all on the wrong side: then the next dataset
@@ -37,16 +35,16 @@ EXPRESSION_DATASETS = ("chain_sum", "products", "basic_arithmetic")
 
 class ReasoningGymTask:
     """`make_task` of a config with a name. Raises ValueError for an unknown dataset or option, options the
-    dataset refuses, a number scorer on answers that are no numbers, and what `import_reward` raises."""
+    dataset refuses, a number scorer on answers that are no numbers, and what `import_reward` raises; RewardError
+    if the reward fails on the empty completion."""
 
-    def __init__(self, config: TaskConfig) -> None:
+    def __init__(self, config: TaskConfig, rewards: RewardsConfig | None = None) -> None:
         self.config = config
         self.name = _known_dataset(config.name or "")
         _check_options(self.name, config)
         self._dataset = lru_cache(maxsize=16)(self._make_dataset)
-        self._function = import_reward(config.reward) if config.reward else None
         self.scorer = "reward" if config.reward else config.scorer or "reasoning-gym"
-        self._check_first_prompt()
+        self._judges = self._make_judges(rewards or RewardsConfig(), self._first_prompt())
 
     @property
     def held_out_count(self) -> int:
@@ -62,20 +60,55 @@ class ReasoningGymTask:
             check_held_out_range(self.name, start, count, self.held_out_count)
         return [self._prompt_at(split, position) for position in range(start, start + count)]
 
+    def score_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Scored]:
+        """`reasoning-gym`: its own score, see `own_score`. The number scorers where the answer is a number.
+        `reward`: the user's, if there is one."""
+        judged = {
+            name: judge([(completion, self._given(name, prompt)) for prompt, completion in pairs])
+            for name, judge in self._judges.items()
+        }
+        return [
+            self._scored(*pair, {n: outcomes[i] for n, outcomes in judged.items()})
+            for i, pair in enumerate(pairs)
+        ]
+
     def scores(self, prompt: Prompt, completion: str) -> dict[str, float]:
-        """`reasoning-gym`: its own score, of the text in <answer> tags or else all of it. The number
-        scorers where the answer is a number. `reward`: the user's, if there is one."""
-        scores = {"reasoning-gym": self._own_score(prompt, completion)}
-        if parse_number(prompt.answer) is not None:
-            scores |= {name: scorer(completion, prompt.answer) for name, scorer in NUMBER_SCORERS.items()}
-        if self._function is not None:
-            given = {"id": prompt.id, "answer": prompt.answer, **prompt.metadata["entry"]}
-            scores["reward"] = call_reward(self.config.reward or "", self._function, completion, given)
-        return scores
+        """See `Task.scores`."""
+        return only_scores(self.score_all([(prompt, completion)])[0])
 
     def reward(self, prompt: Prompt, completion: str) -> float:
-        # A dataset may mix answers that are numbers with some that are not.
-        return self.scores(prompt, completion).get(self.scorer, 0.0)
+        """See `Task.reward`."""
+        return self.scores(prompt, completion)[self.scorer]
+
+    def close(self) -> None:
+        """See `Task.close`."""
+        for judge in self._judges.values():
+            judge.close()
+
+    def _scored(self, prompt: Prompt, completion: str, outcomes: dict[str, float | Failure]) -> Scored:
+        scores = {name: value for name, value in outcomes.items() if not isinstance(value, Failure)}
+        if parse_number(prompt.answer) is not None:
+            scores |= {name: scorer(completion, prompt.answer) for name, scorer in NUMBER_SCORERS.items()}
+        elif self.scorer in NUMBER_SCORERS:
+            # A dataset may mix answers that are numbers with some that are not.
+            scores[self.scorer] = 0.0
+        return Scored(scores, tuple(v for v in outcomes.values() if isinstance(v, Failure)))
+
+    def _given(self, scorer: str, prompt: Prompt) -> dict[str, Any]:
+        """What a scorer is told of its prompt."""
+        entry = prompt.metadata["entry"]
+        if scorer == "reward":
+            return {"id": prompt.id, "answer": prompt.answer, **entry}
+        return {"id": prompt.id, "dataset": self.name, "options": self.config.options, "entry": entry}
+
+    def _make_judges(self, rewards: RewardsConfig, first: Prompt) -> dict[str, Judge]:
+        own = rewards.contain == "all" or (rewards.contain == "auto" and not is_plain(self.name))
+        judges = {"reasoning-gym": Judge(SPEC, rewards, ("", self._given("reasoning-gym", first)), own)}
+        if self.config.reward:
+            check = ("", self._given("reward", first))
+            judges["reward"] = Judge(self.config.reward, rewards, check, rewards.contain != "none")
+            judges["reward"].prove()
+        return judges
 
     def encode(self, tokenizer: Any, prompt: Prompt) -> list[int]:
         return encode_prompt(tokenizer, prompt, self.config.max_prompt_tokens)
@@ -149,17 +182,8 @@ class ReasoningGymTask:
                 f"{self.name!r} has the fields {sorted(fields)}"
             ) from error
 
-    def _own_score(self, prompt: Prompt, completion: str) -> float:
-        answer = extract_answer(completion) or completion.strip()
-        try:
-            return float(self._dataset(0).score_answer(answer, prompt.metadata["entry"]))
-        # Some of its scorers (prime_factorization, boxnet) raise whatever their parsing meets in a text that
-        # is no answer at all; sampled text is like that, and it must not end a run.
-        except Exception as error:
-            logger.debug("%s: scorer raised %r on %r", prompt.id, error, answer[:80])
-            return 0.0
-
-    def _check_first_prompt(self) -> None:
+    def _first_prompt(self) -> Prompt:
+        """The first one, with what the config promises of all of them checked on it."""
         if self.config.prefill is True and self.name not in EXPRESSION_DATASETS:
             raise ValueError(
                 f"task.prefill = true can begin {', '.join(EXPRESSION_DATASETS)}, not {self.name!r}; "
@@ -171,9 +195,9 @@ class ReasoningGymTask:
                 f"scorer = {self.scorer!r} needs answers that are numbers, {self.name!r} has "
                 f"{prompt.answer!r}; use scorer = 'reasoning-gym'"
             )
-        self.scores(prompt, "")
         if self.config.held_out:
             self._prompt_at("held_out", 0)
+        return prompt
 
 
 @contextmanager

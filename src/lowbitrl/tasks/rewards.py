@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
-
 from lowbitrl.imports import import_from_here
+from lowbitrl.tasks.limits import kind_of_error
 
 Reward = Callable[[str, dict[str, Any]], float]
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST = (2 - 2**-23) * 2.0**127  # of fp32, where advantages are made
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a completion has no reward: one of `limits.KINDS`, and a sentence that names function and prompt.
+
+    Example:
+        Failure("timeout", "reward 'my:f' on prompt 'p/3' took more than 10 s")
+    """
+
+    kind: str
+    message: str
+
+
+class RewardError(ValueError):
+    """A reward function broke its promise."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 def import_reward(spec: str) -> Reward:
@@ -30,25 +50,47 @@ def import_reward(spec: str) -> Reward:
     return cast(Reward, function)
 
 
+def where(spec: str, prompt: dict[str, Any]) -> str:
+    """How a failure names its function and its prompt."""
+    return f"reward {spec!r} on prompt {prompt.get('id')!r}"
+
+
 def call_reward(spec: str, function: Reward, completion: str, prompt: dict[str, Any]) -> float:
-    """`function(completion, prompt)` as a float. Raises ValueError naming the function and the prompt if it
+    """`function(completion, prompt)` as a float. Raises RewardError naming the function and the prompt if it
     raises, exits, or returns anything but a number that is finite in fp32, where advantages are made."""
-    where = f"reward {spec!r} on prompt {prompt.get('id')!r}"
+    here = where(spec, prompt)
     try:
         value = function(completion, prompt)
     # SystemExit is no Exception: a reward that runs sampled code would end the run, and with it all since
     # the last checkpoint, as if it had succeeded.
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{where} raised {type(error).__name__}: {error} (completion {completion[:80]!r}); "
+        message = (
+            f"{here} raised {type(error).__name__}: {error} (completion {completion[:80]!r}); "
             "it must return a number for every completion, the empty one included"
-        ) from error
+        )
+        raise RewardError(Failure(kind_of_error(error), message)) from error
+    return _number(here, value)
+
+
+def _number(here: str, value: Any) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise ValueError(f"{where} returned {value!r}, a {type(value).__name__}; it must return a number")
+        raise _broken(here, value, f", a {type(value).__name__}; it must return a number")
     try:
-        number = float(cast(Any, value))
+        number = float(value)
     except Exception as error:
-        raise ValueError(f"{where} returned {value!r}, which is no single number: {error}") from error
+        raise _broken(here, value, f", which is no single number: {error}") from error
     if not abs(number) <= LARGEST:
-        raise ValueError(f"{where} returned {value!r}; it must return a finite number, in fp32 too")
+        raise _broken(here, value, "; it must return a finite number, in fp32 too")
     return number
+
+
+def _broken(here: str, value: Any, problem: str) -> RewardError:
+    return RewardError(Failure("value", f"{here} returned {_shown(value)}{problem}"))
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:500]
+    # A repr is the user's code too, and one of more than 4300 digits is refused by Python.
+    except Exception:
+        return "something that cannot be shown"

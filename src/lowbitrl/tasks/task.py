@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from lowbitrl.tasks.rewards import Failure, RewardError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +44,18 @@ class Prompt:
             raise ValueError(f"prompt {self.id!r}: give exactly one of messages and text, neither empty")
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What the scorers make of one completion; a scorer that failed is in `failures` and not in `scores`.
+
+    Example:
+        Scored({"last-number": 1.0}, (Failure("timeout", "reward 'my:f' on prompt 'p/3' took more than 10 s"),))
+    """
+
+    scores: dict[str, float]
+    failures: tuple[Failure, ...] = ()
+
+
 class Task(Protocol):
     """Made by `make_task`; implemented by `ReasoningGymTask` and `FileTask`."""
 
@@ -63,16 +77,24 @@ class Task(Protocol):
         """Prompts start .. start+count-1. Raises ValueError past the end of `held_out`."""
         ...
 
-    def scores(self, prompt: Prompt, completion: str) -> dict[str, float]:
-        """Every scorer that applies, by name; `reward` is one of them, the others are for the log.
+    def score_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Scored]:
+        """Every scorer that applies, by name; the reward is one of them, the others are for the log.
 
-        `completion` is what was sampled after the prefill, without special tokens. An empty one scores
+        A completion is what was sampled after the prefill, without special tokens. An empty one scores
         as a wrong answer; one cut off at its token limit is scored as it stands.
         """
         ...
 
+    def scores(self, prompt: Prompt, completion: str) -> dict[str, float]:
+        """`score_all` of one completion. Raises RewardError if a scorer fails."""
+        ...
+
     def reward(self, prompt: Prompt, completion: str) -> float:
         """`scores(prompt, completion)[scorer]`: finite."""
+        ...
+
+    def close(self) -> None:
+        """End the processes in which rewards run, if there are any; a later call starts new ones."""
         ...
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -82,6 +104,13 @@ class Task(Protocol):
     def split_report(self) -> dict[str, Any]:
         """How train and held-out were kept apart, as numbers for the run folder."""
         ...
+
+
+def only_scores(scored: Scored) -> dict[str, float]:
+    """The scores, where none failed. Raises RewardError with the first failure."""
+    if scored.failures:
+        raise RewardError(scored.failures[0])
+    return scored.scores
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, max_tokens: int) -> list[int]:
