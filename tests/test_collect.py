@@ -4,7 +4,7 @@ import torch
 from lowbitrl import collect
 from lowbitrl.collect import Samples
 from lowbitrl.rollout import Completion
-from lowbitrl.tasks import Prompt
+from lowbitrl.tasks import Prompt, Scored
 from tests.tiny_run import config
 
 
@@ -52,8 +52,8 @@ class Numbered:
     def encode(self, tokenizer, prompt):
         return [int(prompt.id)]
 
-    def scores(self, prompt, text):
-        return {"reward": float(len(text.split()))}
+    def score_all(self, pairs):
+        return [Scored({"reward": float(len(text.split()))}) for _, text in pairs]
 
 
 class Speller:

@@ -27,6 +27,7 @@ LAYERS = [
     ("tracking",),
     ("config", "runs"),
     ("diagnose",),
+    ("faults",),
     ("assemble", "collect"),
     ("loop",),
     ("bench", "compare", "demo", "doctor", "export", "settings"),

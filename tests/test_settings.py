@@ -44,9 +44,10 @@ def test_snippets_compile_and_import_what_exists(page, code):
             assert all(hasattr(module, alias.name) for alias in node.names), (page, node.module)
 
 
-def test_the_guide_names_every_metric_of_a_run(tmp_path):
+def test_the_guide_or_the_page_on_faults_names_every_metric_of_a_run(tmp_path):
     logged = {key for line in read_metrics(train(config(tmp_path), say=lambda line: None)) for key in line}
-    named = set(re.findall(r"`([\w/@]+)`", (ROOT / "docs" / "guide.md").read_text()))
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("guide.md", "faults.md"))
+    named = set(re.findall(r"`([\w/@]+)`", pages))
     named |= {"step", "reward/reward", "eval/score/reward"}  # NAME stands for a scorer
     generic = {
         re.sub(r"(pass@)(?!1\b)\d+|(avg@)\d+", lambda m: (m[1] and "pass@K") or "avg@N", key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from lowbitrl.rollout.vllm.engine import VllmEngine
 from lowbitrl.runs import RunFolder, environment
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
-from lowbitrl.tasks import Task, check_lengths, make_task
+from lowbitrl.tasks import RewardsConfig, Task, check_lengths, make_task
 from lowbitrl.trainer import Trainer, checkpoint
 from lowbitrl.trainer.batch import ModelInput, arrange, micro_batches
 from lowbitrl.trainer.logprobs import response_logprobs
@@ -64,6 +64,8 @@ class Parts:
     saver: checkpoint.Saver
     drawn: int
     unmoved: int = 0
+    known_faults: set[str] = field(default_factory=set)
+    news: list[str] = field(default_factory=list)
 
     def publish(self, version: int) -> dict[str, float]:
         """Encode once, serve the same bytes, compare both sides."""
@@ -75,15 +77,17 @@ class Parts:
         self.unmoved = 0 if changed or not self.plan.by_parameter else self.unmoved + 1
         return {"quant/changed_codes": changed, "sync/sentinel": gap, "sync/version": float(version)}
 
-    def notice(self) -> str | None:
-        """What a person should be told once, when updates have stopped reaching the rollout."""
+    def notices(self) -> list[str]:
+        """What a person should be told once: first faults, and that updates have stopped reaching the rollout."""
+        told, self.news = self.news, []
         if self.unmoved != UNMOVED_UPDATES:
-            return None
-        return (
+            return told
+        return [
+            *told,
             f"quant/changed_codes was 0 for {UNMOVED_UPDATES} updates: no quantized weight has moved far enough to "
             "change its code, so the rollout samples from the same weights; raise optimizer.learning_rate, or wait "
-            "for a warm-up to end"
-        )
+            "for a warm-up to end",
+        ]
 
     def save(self, step: int, score: float | None) -> Path:
         """Begin to write the checkpoint from which step `step` can start.
@@ -243,6 +247,8 @@ def _prepare_rollout(config: RunConfig, model: PreTrainedModel, recipe: Recipe |
 # What may change when a run goes on: how long, how often it looks and saves, where it writes.
 FREE_TO_CHANGE = frozenset(
     {"out", "threads", "distributed", "evaluation", "checkpoint", "sentinel", "trainer.steps"}
+    | {"rollout.most_lost"}
+    | {f"rewards.{name}" for name in RewardsConfig.model_fields if name != "on_failure"}
 )
 
 
@@ -341,7 +347,7 @@ def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluati
     Raises:
         ValueError: the checkpoint is damaged or of another model.
     """
-    task = make_task(config.task)
+    task = make_task(config.task, config.rewards)
     device = pick_device(config.model.device)
     model, tokenizer = load_model(config.model.name, config.model.dtype, device)
     if saved is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowbitrl.config import RunConfig
 from lowbitrl.distributed import ranks
+from lowbitrl.faults import Faults, count_not_utf8, settle, sound
 from lowbitrl.objectives import group_advantages, soft_overlong_penalty
 from lowbitrl.rollout import Completion
 from lowbitrl.rollout.embedded import prompt_seed
@@ -24,6 +25,8 @@ from lowbitrl.trainer import TrainingBatch
 class Samples:
     """One step's completions with their rewards, (len(completions),) fp32, as the task gave them.
 
+    A prompt's group is those of its completions that are here: what was lost has left it.
+
     rounds: how often prompts were drawn for them; consumed: prompts drawn since the start of the run.
     """
 
@@ -35,6 +38,7 @@ class Samples:
     rewards: Tensor
     rounds: int = 1
     consumed: int = 0
+    faults: Faults = field(default_factory=Faults)
 
     def __add__(self, later: Samples) -> Samples:
         """Both, those of a later round after these."""
@@ -48,7 +52,13 @@ class Samples:
             torch.cat([self.rewards, later.rewards]),
             self.rounds + later.rounds,
             later.consumed,
+            self.faults + later.faults,
         )
+
+    @property
+    def groups(self) -> Tensor:
+        """(len(completions),) int64: the prompt of each."""
+        return torch.tensor([c.prompt_index for c in self.completions], dtype=torch.long)
 
 
 def sample(
@@ -61,10 +71,12 @@ def sample(
             enough of its groups have rewards that differ, or its rounds are used up.
     """
     samples = _round(config, engine, task, tokenizer, (step,), start)
-    while (
-        samples.rounds <= config.rollout.resample and _informative(config, samples) < config.rollout.prompts
-    ):
+    while samples.rounds <= config.rollout.resample and _informative(samples) < config.rollout.prompts:
         samples += _round(config, engine, task, tokenizer, (step, samples.rounds), samples.consumed)
+    if not _informative(samples):
+        samples.faults.first["reward/zero_variance_groups"] = (
+            f"step {step + 1} learns nothing from rewards: in every group they are all equal"
+        )
     return samples
 
 
@@ -80,17 +92,25 @@ def _round(
     prompts = task.prompts("train", start, count)
     ids = [task.encode(tokenizer, prompt) for prompt in prompts]
     seeds = [prompt_seed(config.seed, *seed, prompt.id) for prompt in prompts]
-    completions = engine.generate(ids, config.rollout.samples, config.rollout.sampling(), seeds)
+    sampled = engine.generate(ids, config.rollout.samples, config.rollout.sampling(), seeds)
+    faults = Faults()
+    names = [prompt.id for prompt in prompts]
+    completions = sound(sampled, names, config.rollout.most_lost, faults)
     texts = [completion_text(tokenizer, c.token_ids) for c in completions]
-    pairs = zip(completions, texts, strict=True)
-    mine = ranks.share(list(pairs))
-    scores = ranks.merge(ranks.gather([task.scores(prompts[c.prompt_index], text) for c, text in mine]))
+    count_not_utf8(texts, faults)
+    pairs = [(prompts[c.prompt_index], text) for c, text in zip(completions, texts, strict=True)]
+    scored = ranks.merge(ranks.gather(task.score_all(ranks.share(pairs))))
+    settled = settle(scored, task.scorer, config.rewards.on_failure, faults)
+    kept = [(*row, s) for *row, s in zip(completions, texts, settled, strict=True) if s is not None]
+    completions, texts, scores = (
+        (list(column) for column in zip(*kept, strict=True)) if kept else ([], [], [])
+    )
     rewards = torch.tensor([score[task.scorer] for score in scores])
-    return Samples(prompts, ids, completions, texts, scores, rewards, consumed=start + count)
+    return Samples(prompts, ids, completions, texts, scores, rewards, consumed=start + count, faults=faults)
 
 
-def _informative(config: RunConfig, samples: Samples) -> int:
-    groups = group_advantages(samples.rewards, group_size=config.rollout.samples)
+def _informative(samples: Samples) -> int:
+    groups = group_advantages(samples.rewards, samples.groups)
     return groups.num_groups - groups.num_zero_variance
 
 
@@ -106,12 +126,12 @@ def to_batch(
     penalties, metrics = _penalties(config, samples, kl)
     groups = group_advantages(
         samples.rewards - penalties,
-        group_size=config.rollout.samples,
+        samples.groups,
         scale=objective.advantage_scale,
         baseline=objective.advantage_baseline,
     )
     # What a group can teach is asked of the task's own rewards: a penalty makes every group differ.
-    raw = group_advantages(samples.rewards, group_size=config.rollout.samples)
+    raw = group_advantages(samples.rewards, samples.groups)
     chosen = list(range(len(samples.completions)))
     if objective.drop_uninformative:
         informative = [i for i in chosen if bool(raw.informative[i])]
@@ -126,9 +146,9 @@ def to_batch(
     scored = {name: [s[name] for s in samples.scores if name in s] for name in names}
     return _batch(samples, chosen, groups.advantages), {
         f"reward/{name}": _mean(values) for name, values in scored.items()
-    } | metrics | {
-        "reward/mean": float(samples.rewards.mean()),
-        "reward/zero_variance_groups": raw.num_zero_variance / raw.num_groups,
+    } | metrics | samples.faults.metrics() | {
+        "reward/mean": _mean(samples.rewards.tolist()),
+        "reward/zero_variance_groups": raw.num_zero_variance / max(raw.num_groups, 1),
         "rollout/tokens_mean": _mean(lengths),
         "rollout/truncated": _mean([c.truncated for c in samples.completions]),
         "rollout/rounds": float(samples.rounds),

@@ -26,7 +26,7 @@ from lowbitrl.distributed.sharding import DistributedConfig
 from lowbitrl.quant.recipe import Kernels, Recipe
 from lowbitrl.rollout.types import LOWEST_TEMPERATURE, Sampling
 from lowbitrl.sync.sentinel import SentinelConfig
-from lowbitrl.tasks import TaskConfig
+from lowbitrl.tasks import RewardsConfig, TaskConfig
 from lowbitrl.tracking import TrackingConfig
 from lowbitrl.trainer.config import ObjectiveConfig, TrainerConfig
 from lowbitrl.trainer.optim import OptimizerConfig
@@ -74,6 +74,8 @@ class RolloutConfig(_Section):
             CUDA): experts always, linears for up to 16 tokens a pass; their rounding is one more
             difference between the sides, part of the engine's drift.
         keep: completions written to the run folder each step.
+        most_lost: share of a step's completions that may be lost (logits not finite, given up by the engine, without
+            a token; they leave their groups and are counted under `faults/`); more stop the run.
         engine: "embedded", or "vllm" in this process (docs/vllm.md); the settings of the embedded
             engine above then have no say.
         vllm: further arguments of vLLM's LLM, such as {max_model_len = 2048}.
@@ -90,6 +92,7 @@ class RolloutConfig(_Section):
     keep_decoded_experts: bool = False
     kernels: Kernels = "learner"
     keep: int = Field(default=8, ge=0)
+    most_lost: float = Field(default=0.5, ge=0, le=1)
     engine: Literal["embedded", "vllm"] = "embedded"
     vllm: dict[str, Any] = Field(default_factory=dict)
 
@@ -158,6 +161,7 @@ class RunConfig(_Section):
     """CPU threads for torch; 0 leaves torch's choice."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig
+    rewards: RewardsConfig = RewardsConfig()
     recipe: Recipe = Recipe()
     rollout: RolloutConfig = RolloutConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

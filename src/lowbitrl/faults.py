@@ -1,4 +1,4 @@
-"""What went wrong with single completions of a step: counted by kind, and named the first time."""
+"""What went wrong with single completions of a step: counted by kind, and named the first time. docs/faults.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lowbitrl.rollout import Completion
-from lowbitrl.tasks import Failure, Scored
+from lowbitrl.tasks import Scored
 from lowbitrl.tasks.limits import KINDS
 
 LOST = ("nonfinite_logits", "aborted", "empty")
@@ -28,7 +28,7 @@ class Faults:
     def add(self, kind: str, message: str) -> None:
         """Count one."""
         self.counts[kind] += 1
-        self.first.setdefault(kind, message)
+        self.first.setdefault(f"faults/{kind}", message)
 
     def __add__(self, later: Faults) -> Faults:
         return Faults(self.counts + later.counts, later.first | self.first)
@@ -39,12 +39,9 @@ class Faults:
 
     def news(self, known: set[str]) -> list[str]:
         """A line for each kind that is not in `known`, which they then are."""
-        fresh = [kind for kind in self.first if kind not in known]
+        fresh = [metric for metric in self.first if metric not in known]
         known.update(fresh)
-        return [
-            f"faults/{kind}: {self.first[kind]} ({self.counts[kind]} in this step; said once, counted always)"
-            for kind in fresh
-        ]
+        return [f"{metric}: {self.first[metric]} (said once; the metric counts)" for metric in fresh]
 
 
 def fault_of(completion: Completion) -> str | None:
@@ -56,7 +53,9 @@ def fault_of(completion: Completion) -> str | None:
     return None if completion.token_ids else "empty"
 
 
-def sound(completions: Sequence[Completion], names: Sequence[str], most: float, faults: Faults) -> list[Completion]:
+def sound(
+    completions: Sequence[Completion], names: Sequence[str], most: float, faults: Faults
+) -> list[Completion]:
     """The completions that can be trained on; the others leave their groups, and are counted.
 
     Args:
@@ -75,10 +74,10 @@ def sound(completions: Sequence[Completion], names: Sequence[str], most: float, 
             faults.add(kind, f"{where}, after {len(completion.token_ids)} tokens")
     lost = len(completions) - len(kept)
     if lost > most * len(completions):
-        kind, message = next(iter(faults.first.items()))
+        metric, message = next(iter(faults.first.items()))
         raise RuntimeError(
             f"{lost} of {len(completions)} completions of version {completions[0].version} are lost, "
-            f"rollout.most_lost is {most:g}: the weights served are broken, or the engine is. First {kind}: {message}"
+            f"rollout.most_lost is {most:g}: the weights served are broken, or the engine is. First {metric}: {message}"
         )
     return kept
 
@@ -111,8 +110,3 @@ def settle(scored: Sequence[Scored], scorer: str, rule: str, faults: Faults) -> 
         else:
             settled.append({scorer: 0.0} | one.scores)
     return settled
-
-
-def first_failures(scored: Sequence[Scored]) -> list[Failure]:
-    """Every failure among them."""
-    return [failure for one in scored for failure in one.failures]

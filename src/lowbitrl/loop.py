@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -41,8 +41,9 @@ def train(config: RunConfig, resume: bool = False, say: Say = print) -> Path:
 def _train(config: RunConfig, resume: bool, say: Say) -> Path:
     if config.threads:
         torch.set_num_threads(config.threads)
-    task = make_task(config.task)
+    task = make_task(config.task, config.rewards)
     with (
+        closing(task),
         RunFolder(config.out, resume, writes=ranks.is_first()) as run,
         _interruptible(say) as interrupted,
         ExitStack() as stack,
@@ -69,7 +70,7 @@ def _train(config: RunConfig, resume: bool, say: Say) -> Path:
             say(f"{_progress(step, config.trainer.steps, metrics)}{_remaining(left)}")
             if step == start:
                 say("first step: " + ", ".join(f"{lap} {metrics[f'timing/{lap}']:.1f}s" for lap in PHASES))
-            if (notice := parts.notice()) is not None:
+            for notice in parts.notices():
                 say(notice)
             # Ctrl-C may reach ranks in different steps: what one was asked, all do.
             asked = ranks.any_rank(interrupted())
@@ -94,6 +95,7 @@ def _step(config: RunConfig, parts: Parts, run: RunFolder, step: int) -> Metrics
     samples = collect.sample(config, parts.sampler, parts.task, parts.tokenizer, step, parts.drawn)
     parts.drawn = samples.consumed
     clock.lap("gen")
+    parts.news += samples.faults.news(parts.known_faults)
     batch, metrics = collect.to_batch(config, samples, parts.trainer.reference_kl if in_reward else None)
     if len(batch):
         metrics |= parts.trainer.update(batch, step)

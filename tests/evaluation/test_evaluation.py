@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lowbitrl.evaluation import evaluate, mean_and_error, pass_at_k
-from lowbitrl.tasks import Prompt
+from lowbitrl.tasks import Prompt, Scored
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -73,6 +73,9 @@ class Task:
 
     def scores(self, prompt, completion):
         return {"exact": float(completion == prompt.answer), "half": 0.5}
+
+    def score_all(self, pairs):
+        return [Scored(self.scores(prompt, completion)) for prompt, completion in pairs]
 
     def encode(self, tokenizer, prompt):
         return [100 + int(prompt.answer)]

@@ -263,7 +263,7 @@ def test_fixed_buffers_refuse_broken_logits_and_models_they_cannot_serve():
     engine = engine_of(scheduler="graph")
     with torch.no_grad():
         engine.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="row 0 are not finite"):
+    with pytest.raises(RuntimeError, match="logits of all 1 rows are not finite: the weights of version"):
         engine.generate([[5, 6]], 1, Sampling(max_tokens=4))
     model = prepared(tiny_llama(torch.float32), "rollout")
     model.config._attn_implementation = "flash_attention_2"

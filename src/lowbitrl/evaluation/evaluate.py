@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lowbitrl.tasks import Split, Task, completion_text
+from lowbitrl.tasks import Prompt, Scored, Split, Task, completion_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +63,8 @@ class Evaluation:
     """Share of the samples cut off at the token limit."""
     aborted: int
     """Samples the engine gave up; they are in no figure."""
+    failed: int
+    """Samples whose reward failed: it counts as 0."""
     mean_tokens: float
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
@@ -76,6 +78,7 @@ class Evaluation:
             f"avg@{self.n}_error": self.avg_at_n_error,
             "truncated": self.truncated,
             "aborted": float(self.aborted),
+            "failed": float(self.failed),
             "mean_tokens": self.mean_tokens,
         } | {f"score/{name}": value for name, value in self.scores.items()}
         return {f"{prefix}/{name}": value for name, value in figures.items()}
@@ -91,6 +94,7 @@ class _Sample:
     scores: dict[str, float]
     tokens: int
     truncated: bool
+    failed: bool
 
 
 def evaluate(
@@ -110,7 +114,8 @@ def evaluate(
 
     k defaults to n. With a `seed`, prompt i is sampled with the seed `seed + i`. Raises ValueError for
     n, k, count out of range and where aborts leave a prompt fewer than k samples; RuntimeError if the engine
-    does not return n completions of every prompt.
+    does not return n completions of every prompt. A completion whose reward fails, or that ended in logits which
+    are not finite, is no correct one.
     """
     k = n if k is None else k
     count = task.held_out_count if count is None else count
@@ -119,10 +124,9 @@ def evaluate(
     ids = [task.encode(tokenizer, prompt) for prompt in prompts]
     seeds = {} if seed is None else {"seeds": [seed + i for i in range(count)]}
     completions = engine.generate(ids, n, sampling, **seeds)
-    samples: list[list[_Sample]] = [[] for _ in prompts]
-    for index, completion in _grouped(completions, count, n):
-        samples[index].append(_score(task, tokenizer, prompts[index], completion))
-    return _summarize(task, samples, n, k, success)
+    return _summarize(
+        task, _samples(task, tokenizer, prompts, _grouped(completions, count, n)), n, k, success
+    )
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -164,13 +168,30 @@ def _grouped(completions: Sequence[Completion], count: int, n: int) -> list[tupl
     return [(c.prompt_index, c) for c in completions if c.finish_reason != "abort"]
 
 
-def _score(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Completion) -> _Sample:
-    scores = task.scores(prompt, completion_text(tokenizer, completion.token_ids))
+def _samples(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    done: Sequence[tuple[int, Completion]],
+) -> list[list[_Sample]]:
+    """What was sampled of each prompt, scored."""
+    texts = [completion_text(tokenizer, c.token_ids) for _, c in done]
+    scored = task.score_all([(prompts[index], text) for (index, _), text in zip(done, texts, strict=True)])
+    samples: list[list[_Sample]] = [[] for _ in prompts]
+    for (index, completion), one in zip(done, scored, strict=True):
+        samples[index].append(_sample(task.scorer, completion, one))
+    return samples
+
+
+def _sample(scorer: str, completion: Completion, scored: Scored) -> _Sample:
+    broken = completion.finish_reason == "nonfinite"
+    scores = dict.fromkeys(scored.scores, 0.0) if broken else {scorer: 0.0} | scored.scores
     return _Sample(
-        reward=scores.get(task.scorer, 0.0),
+        reward=scores.get(scorer, 0.0),
         scores=scores,
         tokens=len(completion.token_ids),
         truncated=completion.finish_reason == "length",
+        failed=scorer not in scored.scores,
     )
 
 
@@ -199,14 +220,18 @@ def _summarize(task: Task, samples: list[list[_Sample]], n: int, k: int, success
         pass_at_k_error=at_k_error,
         avg_at_n=average,
         avg_at_n_error=average_error,
-        scores={
-            name: _mean([_mean([s.scores[name] for s in g]) for g in samples if name in g[0].scores])
-            for name in _names(flat)
-        },
+        scores={name: _mean([_mean(values) for values in _values(samples, name)]) for name in _names(flat)},
         truncated=_mean([float(sample.truncated) for sample in flat]),
         aborted=len(samples) * n - len(flat),
+        failed=sum(sample.failed for sample in flat),
         mean_tokens=_mean([float(sample.tokens) for sample in flat]),
     )
+
+
+def _values(samples: list[list[_Sample]], name: str) -> list[list[float]]:
+    """A scorer's scores by prompt, of the prompts that it applies to; samples on which it failed are left out."""
+    found = [[s.scores[name] for s in group if name in s.scores] for group in samples]
+    return [values for values in found if values]
 
 
 def _names(samples: list[_Sample]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 LOWEST_TEMPERATURE = 1e-5  # Far below it logits / temperature leaves fp32, and NaN looks like broken weights.
 
 
@@ -58,7 +58,8 @@ class Completion:
         sample_index: which of its n samples.
         token_ids: sampled tokens, the stop token included when one was sampled.
         rollout_logprobs: log-probability of each token when it was sampled, fp32 values.
-        finish_reason: "stop" (stop token), "length" (max_tokens reached: truncated), "abort".
+        finish_reason: "stop" (stop token), "length" (max_tokens reached: truncated), "abort" (given up by the
+            engine), "nonfinite" (its next logits held NaN or Inf; tokens are those before).
         version: weight version that sampled it.
         routes: experts taken by each token that was fed, (prompt + response - 1, layers, k) int16,
             where the engine records them (the last token is sampled, never fed).

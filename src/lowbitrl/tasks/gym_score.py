@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import pickle
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +31,7 @@ def own_score(completion: str, prompt: dict[str, Any]) -> float:
         prompt: `dataset` and its `options`, the `entry`, and an `id`.
     """
     answer = extract_answer(completion) or completion.strip()
-    dataset = _dataset(prompt["dataset"], json.dumps(prompt["options"], sort_keys=True))
+    dataset = _dataset(prompt["dataset"], pickle.dumps(prompt["options"]))
     try:
         return float(dataset.score_answer(answer, prompt["entry"]))
     except MemoryError:
@@ -44,5 +44,5 @@ def own_score(completion: str, prompt: dict[str, Any]) -> float:
 
 
 @lru_cache(maxsize=4)
-def _dataset(name: str, options: str) -> Any:
-    return create_dataset(name, seed=0, size=1, **json.loads(options))
+def _dataset(name: str, options: bytes) -> Any:
+    return create_dataset(name, seed=0, size=1, **pickle.loads(options))

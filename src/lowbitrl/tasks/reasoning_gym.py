@@ -86,7 +86,9 @@ class ReasoningGymTask:
             judge.close()
 
     def _scored(self, prompt: Prompt, completion: str, outcomes: dict[str, float | Failure]) -> Scored:
-        scores = {name: value for name, value in outcomes.items() if not isinstance(value, Failure)}
+        scores: dict[str, float] = {
+            name: value for name, value in outcomes.items() if not isinstance(value, Failure)
+        }
         if parse_number(prompt.answer) is not None:
             scores |= {name: scorer(completion, prompt.answer) for name, scorer in NUMBER_SCORERS.items()}
         elif self.scorer in NUMBER_SCORERS:

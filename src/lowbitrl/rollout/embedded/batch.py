@@ -25,12 +25,21 @@ COMPACT_SHARE = 0.25
 
 @dataclass
 class Decoded:
-    """What one row has sampled so far; `routes` of the tokens fed, (tokens, layers, k) a piece."""
+    """What one row has sampled so far; `routes` of the tokens fed, (tokens, layers, k) a piece.
+
+    broken: its next logits were not finite, so it ends here.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
+    broken: bool = False
     routes: list[Tensor] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is sampled for it."""
+        return self.stopped or self.broken
 
 
 def decode(
@@ -62,10 +71,9 @@ def decode(
     alive = torch.arange(len(rows))
     stop_ids = torch.tensor(list(stop), device=model.device)
     for step in range(sampling.max_tokens):
-        tokens, logprobs = sample(logits, sampling.temperature, uniform[alive, step].to(model.device))
-        stopped = torch.isin(tokens, stop_ids)
-        _record(rows, alive, tokens, logprobs, stopped)
-        running = torch.tensor([not rows[i].stopped for i in alive.tolist()])
+        tokens, logprobs, total = sample(logits, sampling.temperature, uniform[alive, step].to(model.device))
+        _record(rows, alive, tokens, logprobs, torch.isin(tokens, stop_ids), torch.isfinite(total))
+        running = torch.tensor([not rows[i].ended for i in alive.tolist()])
         if step + 1 == sampling.max_tokens or not running.any():
             break
         if (~running).float().mean() >= COMPACT_SHARE:
@@ -78,7 +86,7 @@ def decode(
         logits, routes = _forward(model, tokens[:, None], mask, real, cache, record)
         if routes is not None:
             for index, fed in zip(alive.tolist(), routes, strict=True):
-                if not rows[index].stopped:
+                if not rows[index].ended:
                     rows[index].routes.append(fed)
     return rows
 
@@ -153,11 +161,16 @@ def cache_argument(model_type: type[PreTrainedModel]) -> str:
     return "cache" if "cache" in inspect.signature(model_type.forward).parameters else "past_key_values"
 
 
-def _record(rows: list[Decoded], alive: Tensor, tokens: Tensor, logprobs: Tensor, stopped: Tensor) -> None:
-    values = zip(alive.tolist(), tokens.tolist(), logprobs.tolist(), stopped.tolist(), strict=True)
-    for index, token, logprob, stop in values:
+def _record(
+    rows: list[Decoded], alive: Tensor, tokens: Tensor, logprobs: Tensor, stopped: Tensor, sound: Tensor
+) -> None:
+    columns = (t.tolist() for t in (alive, tokens, logprobs, stopped, sound))
+    for index, token, logprob, stop, finite in zip(*columns, strict=True):
         row = rows[index]
-        if not row.stopped:
+        if row.ended:
+            continue
+        row.broken = not finite
+        if finite:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.stopped = stop

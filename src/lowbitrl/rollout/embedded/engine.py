@@ -93,6 +93,7 @@ class EmbeddedEngine:
         Raises:
             ValueError: an empty prompt, n < 1, a seed count that does not match, or a prompt that
                 leaves no room within the model's positions.
+            RuntimeError: the logits of every row were broken.
         """
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         self._check(prompts, n, sampling, seeds)
@@ -105,6 +106,10 @@ class EmbeddedEngine:
             rows = decode_continuous(self.model, prompts, n, seed, sampling, self._stop(sampling))
         else:
             rows = self._decode_batches(prompts, n, sampling, seeds, chosen == "graph")
+        if all(row.broken for row in rows):
+            raise RuntimeError(
+                f"the logits of all {len(rows)} rows are not finite: the weights of version {self.version} are broken"
+            )
         return [self._completion(i // n, i % n, row) for i, row in enumerate(rows)]
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:
@@ -207,7 +212,7 @@ class EmbeddedEngine:
         return (own,) if isinstance(own, int) else tuple(own)
 
     def _completion(self, prompt: int, sample: int, row: Decoded) -> Completion:
-        reason = "stop" if row.stopped else "length"
+        reason = "nonfinite" if row.broken else "stop" if row.stopped else "length"
         routes = torch.cat(row.routes) if row.routes else None
         return Completion(
             prompt, sample, tuple(row.tokens), tuple(row.logprobs), reason, self.version, routes

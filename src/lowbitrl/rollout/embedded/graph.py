@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lowbitrl.quant import attachment, real_tokens
 from lowbitrl.rollout.embedded.batch import Decoded, cache_argument, pad_left, prefill
-from lowbitrl.rollout.embedded.sampler import draw, refuse_broken
+from lowbitrl.rollout.embedded.sampler import sample
 from lowbitrl.rollout.types import Sampling
 
 LOOK = 8
@@ -129,11 +129,13 @@ class Step:
     def draw(self, logits: Tensor) -> None:
         """Sample from (rows, V) logits and write the result down."""
         uniform = self.uniform.index_select(0, self.count)[0]
-        tokens, logprobs, total = draw(logits, self.temperature, uniform)
+        tokens, logprobs, total = sample(logits, self.temperature, uniform)
         self.tokens.index_copy_(0, self.count, tokens[None])
         self.logprobs.index_copy_(0, self.count, logprobs[None])
         self.total.index_copy_(0, self.count, total[None])
-        self.running.logical_and_(~torch.isin(tokens, self.stop)[:, None])
+        # A row of broken logits is no real token from here on: it must not move a residual's channels.
+        ended = torch.isin(tokens, self.stop) | ~torch.isfinite(total)
+        self.running.logical_and_(~ended[:, None])
         self.last.copy_(tokens)
         self.count.add_(1)
 
@@ -190,11 +192,7 @@ class GraphDecoder:
         sampling: Sampling,
         stop: Sequence[int],
     ) -> list[Decoded]:
-        """Sample n rows of each prompt; arguments, order and result as `batch.decode`.
-
-        Raises:
-            ValueError: logits that are not finite, naming the row.
-        """
+        """Sample n rows of each prompt; arguments, order and result as `batch.decode`."""
         ids, mask = pad_left(prompts, self.model.device)
         logits, cache = prefill(self.model, ids, mask)
         step = self._step(cache, len(prompts) * n, ids.shape[1] + sampling.max_tokens, sampling, stop)
@@ -222,14 +220,15 @@ class GraphDecoder:
 
 
 def _rows(step: Step, stop: Sequence[int]) -> list[Decoded]:
-    """Each row up to and with its first stop token."""
+    """Each row up to and with its first stop token, or up to its first broken logits."""
     drawn = int(step.count)
     tokens, logprobs, total = (t[:drawn].T.cpu() for t in (step.tokens, step.logprobs, step.total))
-    ended = torch.isin(tokens, torch.tensor(list(stop)))
-    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, drawn).tolist()
+    stops, broken = torch.isin(tokens, torch.tensor(list(stop))), ~torch.isfinite(total)
+    ended = stops | broken
+    last = torch.where(ended.any(1), ended.int().argmax(1), drawn - 1).tolist()
     rows = []
-    for row, length in enumerate(lengths):
-        refuse_broken(total[row, :length], row)
-        stopped = bool(ended[row, length - 1])
-        rows.append(Decoded(tokens[row, :length].tolist(), logprobs[row, :length].tolist(), stopped))
+    for row, end in enumerate(last):
+        length = end if (lost := bool(broken[row, end])) else end + 1
+        stopped = bool(stops[row, end]) and not lost
+        rows.append(Decoded(tokens[row, :length].tolist(), logprobs[row, :length].tolist(), stopped, lost))
     return rows

@@ -25,7 +25,7 @@ def uniforms(seed: int, sample: int, count: int) -> Tensor:
     return torch.from_numpy(stream.random(count, dtype=np.float32))
 
 
-def sample(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row from softmax(logits / temperature).
 
     Args:
@@ -34,21 +34,9 @@ def sample(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor,
         uniform: (R,) numbers in [0, 1).
 
     Returns:
-        tokens (R,) int64 and their log-probabilities (R,) fp32.
-
-    Raises:
-        ValueError: a row of logits holds NaN or +Inf.
+        tokens (R,) int64, their log-probabilities (R,) fp32, and logsumexp (R,) fp32: where it is not finite, the
+        row's logits hold NaN or +Inf, and its token means nothing.
     """
-    tokens, logprobs, total = draw(logits, temperature, uniform)
-    finite = torch.isfinite(total)
-    if not finite.all():
-        row = int((~finite).nonzero()[0])
-        refuse_broken(total[row : row + 1], row)
-    return tokens, logprobs
-
-
-def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`sample` without looking at values: also returns logsumexp (R,), which is finite for sound logits."""
     scaled = logits.float() / (temperature or 1.0)
     total = scaled.logsumexp(-1)
     if temperature == 0.0:
@@ -60,9 +48,3 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
     return tokens, scaled.gather(-1, tokens[:, None]).squeeze(-1) - total, total
-
-
-def refuse_broken(total: Tensor, row: int) -> None:
-    """Raise ValueError where a row's logsumexp is not finite."""
-    if not torch.isfinite(total).all():
-        raise ValueError(f"logits of row {row} are not finite: the weights served are broken")
