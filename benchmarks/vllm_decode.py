@@ -4,14 +4,17 @@
     python benchmarks/vllm_decode.py --tiny --sequences 2  the same code on a tiny shape, on a CPU: no results written
 
 A step's time is the slope between two lengths of output, so that prefill and scheduling at the start cancel. The byte
-limit is what one step must read of the weights, experts by the share that uniform routing hits, over the device's copy
-bandwidth.
+limit is what one step must read of the weights over the device's copy bandwidth; experts count by the share of them
+that as many tokens hit, measured on the routing of prompts (they are drawn as decoded tokens come: near uniformly, since
+logits of random weights are near zero). CUDA graphs serve decoding, and no compiler runs, for every variant.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowbitrl.bench.ceilings import copy_bandwidth
+from lowbitrl.bench.record import Bench
 from lowbitrl.formats import get_format
 from lowbitrl.quant import Plan, Recipe, resolve
 from lowbitrl.runs import environment
@@ -44,25 +48,62 @@ OURS = {
 }
 STOCK = {"stock bf16": "bf16", "stock fp8": "fp8", "stock nvfp4": "nvfp4-w4a16"}
 PROMPT, SHORT, LONG = 64, 16, 80
+# vLLM's own kernels that are compiled at a first start: minutes, and none of them is in this model's decoding.
+NOTHING_TO_COMPILE = {
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 def main() -> None:
     """Run one variant, or all of them and write the summary."""
     arguments = parse()
     if arguments.variant:
+        os.environ.update(NOTHING_TO_COMPILE)
         arguments.rows.write_text(json.dumps(measure(arguments)))
-        return
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's threads may keep a process that has said all.
     rows: list[dict[str, Any]] = []
-    for name in (*STOCK, *OURS):
-        # Through a file: vLLM writes to the standard output too.
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            command = [sys.executable, __file__, "--variant", name, "--rows", file.name, *sys.argv[1:]]
-            code = subprocess.run(command, check=False).returncode
-            found = Path(file.name).read_text()
-        rows += json.loads(found) if code == 0 else [{"variant": name, "failed": code}]
-        print(json.dumps(rows[-1]), flush=True)
-    if not arguments.tiny:
-        write(rows, arguments.out)
+    with tempfile.TemporaryDirectory() as scratch:
+        starts = [start_child(name, Path(scratch)) for name in arguments.variants[:1]]
+        for i in range(len(arguments.variants)):
+            if i + 1 < len(arguments.variants):  # The next one's imports take as long as this one's loading.
+                starts.append(start_child(arguments.variants[i + 1], Path(scratch)))
+            rows += finish_child(*starts[i])
+            print(json.dumps(rows[-1]), flush=True)
+            if not arguments.tiny:
+                write(rows, arguments.out)
+
+
+def start_child(name: str, scratch: Path) -> tuple[str, subprocess.Popen[bytes], Path]:
+    """Begin one variant in a process of its own; it waits for the device until the one before has ended."""
+    # Through a file: vLLM writes to the standard output too.
+    rows = scratch / f"{name}.json"
+    own = ["--variant", name, "--rows", str(rows), "--lock", str(scratch / "device")]
+    return name, subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *own]), rows
+
+
+def finish_child(name: str, child: subprocess.Popen[bytes], rows: Path) -> list[dict[str, Any]]:
+    """Its rows, or why there are none."""
+    try:
+        code = child.wait(300)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        code = child.wait()
+    return json.loads(rows.read_text()) if code == 0 else [{"variant": name, "failed": code}]
+
+
+def wait_for_device(lock: Path | None) -> None:
+    """Hold the device until this process ends."""
+    if lock is not None:
+        held = lock.open("w")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _kept.append(held)
+        time.sleep(1.0)  # The process before lets its memory go as it ends.
+
+
+_kept: list[Any] = []
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -72,13 +113,17 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     shape = SHAPE | (TINY if arguments.tiny else {})
     recipe = OURS.get(arguments.variant) or Recipe(rollout=STOCK[arguments.variant])
     plan = plan_of(shape, recipe)
+    wait_for_device(arguments.lock)
+    begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         llm = start(Path(folder), shape, arguments, plan)
+        started = time.perf_counter() - begun
+        hits = routing(llm, shape, arguments.sequences)
+        # After the engine took what it needs.
+        bandwidth = copy_bandwidth("cuda" if torch.cuda.is_available() else "cpu")
         rows = []
         for count in arguments.sequences:
-            generator = torch.Generator().manual_seed(count)
-            ids = torch.randint(3, shape["vocab_size"], (count, PROMPT), generator=generator)
-            prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+            prompts = random_prompts(shape, count)
 
             def seconds(tokens: int, prompts: list[dict[str, Any]] = prompts) -> float:
                 params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=None)
@@ -88,14 +133,61 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
             seconds(SHORT)
             step = min(seconds(LONG) - seconds(SHORT) for _ in range(arguments.repeats)) / (LONG - SHORT)
-            limit = step_bytes(plan, shape, count) / copy_bandwidth(
-                "cuda" if torch.cuda.is_available() else "cpu"
-            )
+            hit = hits.get(count)
+            limit = step_bytes(plan, hit["share"]) / bandwidth if hit else None
             rows.append(
                 {"variant": arguments.variant, "sequences": count, "tokens_per_second": count / step,
-                 "step_ms": step * 1e3, "share_of_byte_limit": limit / step}
+                 "step_ms": step * 1e3, "share_of_byte_limit": limit and limit / step, "experts_hit": hit,
+                 "start_seconds": started}
             )  # fmt: skip
+            arguments.rows.write_text(json.dumps(rows))
     return rows
+
+
+def random_prompts(shape: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Prompts of uniformly drawn tokens, the same for every variant."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(3, shape["vocab_size"], (count, PROMPT), generator=generator)
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def routing(llm: Any, shape: dict[str, Any], counts: list[int]) -> dict[int, dict[str, float]]:
+    """Which experts `count` tokens hit, by the routing of a prefill of 16 prompts, which no graph hides.
+
+    Returns:
+        By count: "share" of a layer's experts that are hit, mean over layers and draws; "busiest", the most
+        chosen expert's share of a layer's choices over the mean share, over all tokens.
+    """
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    from vllm import SamplingParams
+
+    seen: list[torch.Tensor] = []
+    select = BaseRouter.select_experts
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, ids = select(self, *args, **kwargs)
+        seen.append(ids.detach().clone())
+        return weights, ids
+
+    BaseRouter.select_experts = noted
+    try:
+        llm.generate(
+            random_prompts(shape, 16), SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+        )
+    finally:
+        BaseRouter.select_experts = select
+    layers = [ids.cpu().long() for ids in seen if len(ids) >= max(counts)]
+    if not layers:
+        return {}  # Routed inside one kernel, as stock vLLM does on a CPU.
+    experts, generator = shape["num_experts"], torch.Generator().manual_seed(0)
+    busiest = sum(float(i.flatten().bincount(minlength=experts).max()) * experts / i.numel() for i in layers)
+    found = {}
+    for count in counts:
+        draws = [i[torch.randperm(len(i), generator=generator)[:count]] for i in layers for _ in range(4)]
+        share = sum(len(draw.unique()) for draw in draws) / len(draws) / experts
+        found[count] = {"share": share, "busiest": busiest / len(layers)}
+    return found
 
 
 def plan_of(shape: dict[str, Any], recipe: Recipe) -> Plan:
@@ -117,9 +209,17 @@ def start(folder: Path, shape: dict[str, Any], arguments: argparse.Namespace, pl
     config.save_pretrained(folder)
     options: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 256,
-        "enable_prefix_caching": False, "seed": 0,
+        "enable_prefix_caching": False, "seed": 0, "max_num_batched_tokens": 4096,
     }  # fmt: skip
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        graphs = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": arguments.sequences,
+        }
+        options |= {"compilation_config": graphs, "kernel_config": {"enable_flashinfer_autotune": False},
+                    "kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.5}  # fmt: skip
+    else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
     if arguments.variant in OURS:
         from lowbitrl.rollout.vllm.engine import VllmEngine
@@ -136,9 +236,8 @@ def start(folder: Path, shape: dict[str, Any], arguments: argparse.Namespace, pl
     return LLM(model=str(folder), **options)
 
 
-def step_bytes(plan: Plan, shape: dict[str, Any], sequences: int) -> float:
-    """Bytes of weights that one decode step reads when routing is uniform."""
-    hit = 1 - (1 - shape["num_experts_per_tok"] / shape["num_experts"]) ** sequences
+def step_bytes(plan: Plan, hit: float) -> float:
+    """Bytes of weights that one decode step reads when it hits this share of each layer's experts."""
     total = 0.0
     for layer in plan.layers:
         if layer.name.endswith("embed_tokens"):
@@ -152,32 +251,28 @@ def step_bytes(plan: Plan, shape: dict[str, Any], sequences: int) -> float:
 def write(rows: list[dict[str, Any]], out: Path) -> None:
     """All rows, and the summary's figures next to their goals."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "decode.json").write_text(
-        json.dumps({"rows": rows, "environment": environment(torch.device("cuda"))}, indent=1)
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    (out / "decode.json").write_text(json.dumps({"rows": rows, "environment": environment(device)}, indent=1))
     rate = {(r["variant"], r["sequences"]): r["tokens_per_second"] for r in rows if "sequences" in r}
     ratios = [("ours nvfp4-w4a16", "stock nvfp4", 1.0, (16, 64, 256))]
     ratios += [("ours nvfp4 residual 0.5", "ours nvfp4", 0.91, (16, 64, 256))]
     ratios += [("ours nvfp4 residual 0.5", "stock fp8", 1.16, (16, 64))]
-    summary = [
-        {
-            "what": f"{ours} over {other}, tokens/s at {count} sequences",
-            "figure": round(rate[ours, count] / rate[other, count], 4),
-            "goal": f">= {goal}",
-            "met": rate[ours, count] / rate[other, count] >= goal,
-            "command": "python benchmarks/vllm_decode.py",
-        }
-        for ours, other, goal, counts in ratios
-        for count in counts
-        if (ours, count) in rate and (other, count) in rate
-    ]
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    bench = Bench("vllm", "python benchmarks/vllm_decode.py")
+    for ours, other, goal, counts in ratios:
+        for count in counts:
+            if (ours, count) in rate and (other, count) in rate:
+                ratio = rate[ours, count] / rate[other, count]
+                bench.find(f"{ours} over {other}, tokens/s at {count} sequences", ratio, at_least=goal)
+    bench.save(out)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variant", choices=[*STOCK, *OURS], help="one alone")
+    names = [*STOCK, *OURS]
+    parser.add_argument("--variant", choices=names, help="one alone, in this process")
+    parser.add_argument("--variants", nargs="+", choices=names, default=names, help="in this order")
+    parser.add_argument("--lock", type=Path, help="file to lock while on the device")
     parser.add_argument("--rows", type=Path, default=Path("rows.json"), help="where one variant's rows go")
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--repeats", type=int, default=3)

@@ -33,6 +33,8 @@ from lowbitrl.trainer.logprobs import response_logprobs
 
 KV_CACHE_BYTES = 1 << 28
 """Of each vLLM in turn: both are small beside the models."""
+MEMORY_SHARE = 0.5
+"""What vLLM wants to find free; with the cache's size given it takes no more than it needs."""
 
 
 def engine_chain(
@@ -59,7 +61,10 @@ def engine_chain(
         plan = prepare(learner, recipe, "learner")
         published = publish(learner, 0)
         longest = max(map(len, prompts)) + config.max_tokens
-        options = {"max_model_len": longest + 1, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+        options = {
+            "max_model_len": longest + 1, "kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True,
+            "gpu_memory_utilization": MEMORY_SHARE,
+        }  # fmt: skip
         engine = VllmEngine(plain, plan, dtype, **options)
         say(engine.summary())
         engine.update(published.stream(), published.manifest)

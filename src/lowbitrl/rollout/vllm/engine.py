@@ -156,7 +156,8 @@ def score_stock(
     with _undisturbed():
         from vllm import LLM
 
-        llm = LLM(model=str(checkpoint), dtype=dtype, enforce_eager=not torch.cuda.is_available(), **options)
+        eager = {"enforce_eager": not torch.cuda.is_available()}
+        llm = LLM(model=str(checkpoint), dtype=dtype, **(eager | options))
     outputs = llm.generate(
         [{"prompt_token_ids": list(s)} for s in sequences], score_params(1.0), use_tqdm=False
     )

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbitrl.formats import QuantizedTensor
-from lowbitrl.kernels import align_experts, grouped_w4a16_matmul
+from lowbitrl.kernels import align_experts, grouped_w4a16_matmul, quantize_residual
 from lowbitrl.quant import LayerPlan
 from lowbitrl.quant.experts import Groups, quantize_rows
-from lowbitrl.quant.residual import compensate
 from lowbitrl.rollout.vllm.real_tokens import REAL_TOKENS, ServedSite
 from lowbitrl.rollout.vllm.served import PARTS, Store, Write
 from lowbitrl.rollout.vllm.slices import Span, cut_columns, cut_rows, join_rows
@@ -77,7 +76,7 @@ class ServedExperts:
         if site is None:
             return h
         if not site.pools:
-            return compensate(h, site.format, site.residual, "token")
+            return quantize_residual(h, site.residual, format=site.format, scope="token")
         groups = Groups.of(ids, "grouped_mm")
         real = REAL_TOKENS.mask(ids.shape[0], h.device)[groups.order // ids.shape[-1]]
         return quantize_rows(site, h[groups.order], real, groups)[torch.argsort(groups.order)]
