@@ -4,9 +4,9 @@
     python benchmarks/vllm_decode.py --tiny --sequences 2  the same code on a tiny shape, on a CPU: no results written
 
 A step's time is the slope between two lengths of output, so that prefill and scheduling at the start cancel. The byte
-limit is what one step must read of the weights over the device's copy bandwidth; experts count by the share of them
-that as many tokens hit, measured on the routing of prompts (they are drawn as decoded tokens come: near uniformly, since
-logits of random weights are near zero). CUDA graphs serve decoding, and no compiler runs, for every variant.
+limit is what one step must read of the weights over the device's copy bandwidth. Experts count by the share of them
+that as many tokens hit, measured on the routing of prompts: they are drawn as decoded tokens come, near uniformly,
+since logits of random weights are near zero. CUDA graphs serve decoding, and no compiler runs, for every variant.
 """
 
 from __future__ import annotations
