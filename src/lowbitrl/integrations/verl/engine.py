@@ -28,6 +28,7 @@ from lowbitrl.integrations.verl.settings import LearnerSettings
 from lowbitrl.integrations.verl.stream import sealed_stream
 from lowbitrl.integrations.verl.watch import Watch
 from lowbitrl.quant import attachment, prepare
+from lowbitrl.quant.wearing import compute_in
 
 VENDOR = "lowbitrl"
 DEVICES = ["cuda", "cpu"]
@@ -66,6 +67,8 @@ class LowbitEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         module = super()._build_fsdp_module(module)
         if self.plan is not None:
+            # Masters are fp32 when `prepare` sees them; passes compute in what FSDP gathers.
+            compute_in(module, self._autocast_dtype)
             forget_after_passes(module)
         return module
 
@@ -87,6 +90,10 @@ class LowbitEngine(FSDPEngineWithLMHead):
         if self.watch is not None:
             self.watch.compare(data, output)
         return output
+
+    def score(self, data: Any) -> Tensor:
+        """Log-probabilities of whole sequences, nested; for passes under another arithmetic."""
+        return super().infer_batch(data, None)["model_output"]["log_probs"]
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """verl's, with what was seen since the last update among the metrics."""
