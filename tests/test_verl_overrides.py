@@ -75,6 +75,7 @@ def test_every_key_of_a_recipe_is_told_said_elsewhere_or_refused(told, tmp_path)
     handled = {f"{section}.{key}" for section, values in sections.items() for key in values}
     handled |= {"seed", "out", "model.name", "model.dtype", "recipe", "rollout.engine", "rollout.vllm"}
     handled |= {"objective.module", "objective.kl_in", "trainer.old_logprobs"}  # tests of their own below
+    handled |= {"rollout.kernels"}  # excludes another key of these
     handled |= {"tracking.tensorboard", "tracking.wandb", "tracking.project"}
     for key in keys(RunConfig):
         names = {key, key.partition(".")[0]}
@@ -95,6 +96,14 @@ def test_the_plan_is_written_and_both_sides_read_it(told, tmp_path):
     assert loaded.recipe.residual == 0.5
     with pytest.raises(ValueError, match="digest"):
         RolloutSettings(plan_file=str(plan), digest="0" * 16).load()
+
+
+def test_the_embedded_engine_gets_its_settings(told):
+    rollout = told(rollout={"kernels": "low-bit", "max_batch": 3})[
+        "+actor_rollout_ref.rollout.engine_kwargs.lowbitrl"
+    ]
+    assert "kernels:low-bit" in rollout
+    assert "max_batch:3" in rollout
 
 
 def test_vllm_wears_the_plan_through_our_plugin(told):

@@ -43,6 +43,15 @@ def test_passes_inside_are_the_other_recipes(make, own, other, side):
     assert {n: type(m) for n, m in model.named_modules()} == state
 
 
+def test_one_of_a_modules_stacks_may_be_kept():
+    keep = ("lm_head", "*.down_proj")
+    model, reference = tiny_moe(), tiny_moe()
+    prepare(model, Recipe(rollout="nvfp4", learner="bf16"), "learner")
+    prepare(reference, Recipe(rollout="nvfp4", keep=keep), "rollout")
+    with wearing(model, Recipe(rollout="nvfp4", keep=keep), "rollout"):
+        assert logits(model).equal(logits(reference))
+
+
 def test_what_was_worn_comes_back_after_an_error():
     model = tiny_moe()
     prepare(model, Recipe(rollout="nvfp4", learner="bf16"), "learner")

@@ -40,8 +40,11 @@ def wearing(model: nn.Module, recipe: Recipe, side: Side) -> Iterator[None]:
             site = _site(layers[0], side, attached, recipe, len(layers))
             for layer, module in zip(layers, members, strict=True):
                 stack.enter_context(_swapped(module, LearnerLinear, plan=layer, site=site, group=group))
-        for owner, rows in plan.stacks.items():
-            worn = _experts(model, modules[owner], owner, rows, side, attached, recipe)
+        for owner in plan.stacks:
+            names = [f"{owner}.{leaf}".lstrip(".") for leaf in STACKS]
+            # Both of a module's stacks, also where a pattern keeps one in BF16.
+            rows = tuple(plan.by_name[name] for name in names if name in plan.by_name)
+            worn = _experts(model, modules[owner], rows, side, attached, recipe)
             stack.enter_context(_swapped(modules[owner], None, lowbitrl_experts=worn))
             stack.enter_context(_dispatched(modules[owner]))
         yield
@@ -75,21 +78,19 @@ def _site(
 def _experts(
     model: nn.Module,
     module: nn.Module,
-    owner: str,
     rows: tuple[LayerPlan, ...],
     side: Side,
     attached: Attachment,
     recipe: Recipe,
 ) -> WornExperts:
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    by_leaf: dict[str, Any] = {}
+    projections = []
     for row in rows:
         weights = StackWeights(row, layout_of(module, row.name, kind), module, frozen=False)
         weights.dtype = attached.dtype
         site = _site(row, side, attached, recipe, 1)
-        by_leaf[row.name.rpartition(".")[2]] = Projection(weights, bool(_weight(row, side)), site)
-    w13, w2 = (by_leaf[leaf] for leaf in STACKS if leaf in by_leaf)
-    return WornExperts(w13, w2)
+        projections.append(Projection(weights, bool(_weight(row, side)), site))
+    return WornExperts(*projections)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
     _build_fsdp_module     verl's; the bytes that a layer's pass was made with go when the pass is over
     _build_optimizer       Muon for hidden matrices, AdamW for the rest, where the recipe says so
     forward_step           the whole loss with the sampler's log-probabilities in reach
+    prepare_model_outputs  log-probabilities from fp32 logits, as the rollout takes them
     get_per_tensor_param   full tensors in the compute dtype, encoded group by group, closed by a manifest
 
 A frozen reference (`forward_only`) is the plain model: it stands for the policy before any quantization.
@@ -83,6 +84,12 @@ class LowbitEngine(FSDPEngineWithLMHead):
         """verl's, with the sampler's log-probabilities in reach of the loss."""
         whole = with_rollout_logprobs(loss_function) if loss_function is not None else None
         return super().forward_step(micro_batch, loss_function=whole, forward_only=forward_only)
+
+    def prepare_model_outputs(self, output: Any, *rest: Any, **options: Any) -> Any:
+        """verl's, from fp32 logits: in BF16 it would round temperature and, without flash-attn, log-probabilities."""
+        if self.plan is not None and getattr(output, "logits", None) is not None:
+            output.logits = output.logits.float()
+        return super().prepare_model_outputs(output, *rest, **options)
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         """verl's; a batch that brings the sampler's log-probabilities is compared with them."""

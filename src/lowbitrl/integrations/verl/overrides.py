@@ -137,6 +137,7 @@ def _sampling(config: RunConfig, plan: dict[str, Any]) -> dict[str, Any]:
             "scheduler": own.scheduler,
             "max_batch": own.max_batch,
             "keep_decoded_experts": own.keep_decoded_experts,
+            "kernels": own.kernels,
         }
         return pairs | {f"+{ROLLOUT}.engine_kwargs.{VENDOR}": options}
     served = {

@@ -45,7 +45,8 @@ class Server:
         self.config, self.replica, self.steps = config, replica, None
         settings = RolloutSettings.model_validate(dict(config.engine_kwargs[VENDOR]))
         model, _ = load_model(path, config.dtype, get_device_name())
-        prepare(model, settings.load(), "rollout", keep_decoded_experts=settings.keep_decoded_experts)
+        options = settings.model_dump(include={"keep_decoded_experts", "kernels"})
+        prepare(model, settings.load(), "rollout", **options)
         self.engine = EmbeddedEngine(model, settings.scheduler, settings.max_batch)
         self.arrivals = Arrivals()
         self.waiting: list[tuple[list[int], Sampling, asyncio.Future[TokenOutput]]] = []

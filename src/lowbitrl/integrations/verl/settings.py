@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lowbitrl.objectives.corrections import LEAVE_DENOMINATOR, REWEIGHTS
 from lowbitrl.objectives.registry import get_objective
 from lowbitrl.quant import Plan
+from lowbitrl.quant.recipe import Kernels
 from lowbitrl.rollout.vllm.planned import from_config
 from lowbitrl.sync.sentinel import SentinelConfig
 from lowbitrl.trainer.config import ObjectiveConfig
@@ -56,6 +57,7 @@ class RolloutSettings(PlanFile):
     scheduler: Literal["auto", "batch", "graph", "continuous"] = "auto"
     max_batch: int = Field(default=256, ge=1)
     keep_decoded_experts: bool = False
+    kernels: Kernels = "learner"
 
 
 def objective_of(loss_mode: str, settings: Mapping[str, Any]) -> ObjectiveConfig:
