@@ -44,5 +44,10 @@ def test_sides_agree_exactly_where_they_share_bytes(name, tmp_path):
         assert step["actor/sync/sentinel"] == pytest.approx(gap, rel=0.5)
         assert step["actor/grad_norm"] > 0
         assert all(math.isfinite(value) for value in step.values() if isinstance(value, float))
+    parts = {k.removeprefix("actor/decomposition/"): v for k, v in steps[0].items() if "decomposition" in k}
+    assert parts["engine_abs"] < 1e-5
+    assert parts["total"] == pytest.approx(parts["engine"] + parts.get("weights", 0.0), abs=1e-6)
+    if sections["recipe"] is NAIVE:
+        assert parts["weights_abs"] == pytest.approx(parts["total_abs"], rel=1e-3)
     weighed = sections["objective"] is TBPO
     assert ("actor/rollout_corr/rollout_is_mean" in steps[0]) == weighed

@@ -13,7 +13,8 @@ from typing import Any
 import ray
 import torch
 from safetensors.torch import load, save
-from verl.utils.device import get_device_name
+from verl.plugin.platform import get_platform
+from verl.utils.device import get_device_name, get_resource_name, get_visible_devices_keyword
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
@@ -139,14 +140,20 @@ class LowbitReplica(RolloutReplica):
                 f"rollout.tensor_model_parallel_size and its like make {self.world_size} devices a replica; the "
                 "embedded engine takes one: set them to 1, or use rollout.engine='vllm'"
             )
-        node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+        node, device = await self.workers[0].__ray_call__.remote(_where)
         place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        # Ray would hide the GPUs from an actor that asks for none; this one shares the learner's.
+        seen = dict.fromkeys(get_platform().ray_noset_envvars(), "1") | {
+            get_visible_devices_keyword(): device
+        }
         options = {
             "name": server_name(self.replica_rank),
             "max_concurrency": self.max_concurrency,
             "num_cpus": 0,
         }
-        actor = ray.remote(Server).options(scheduling_strategy=place, **options)
+        actor = ray.remote(Server).options(
+            scheduling_strategy=place, runtime_env={"env_vars": seen}, **options
+        )
         server = actor.remote(self.config, self.model_config.path, self.replica_rank)
         self.servers = [server]
         self._server_handle, self._server_address = server, server_name(self.replica_rank)
@@ -176,6 +183,12 @@ class ServerAdapter(BaseRollout):
             # Not pickled: torch's pickles of FP8 tensors do not load in another process.
             await server.take.remote(save({name: t.cpu().contiguous().clone() for name, t in bucket.items()}))
         await server.serve.remote(global_steps)
+
+
+def _where(_: Any) -> tuple[str, str]:
+    """Node and device of the worker that runs this."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), str(context.get_accelerator_ids()[get_resource_name()][0])
 
 
 def server_name(replica: int) -> str:
