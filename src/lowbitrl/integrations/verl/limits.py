@@ -1,20 +1,42 @@
 """What of a recipe a verl run honours, and the grammar of what it is told.
 
-Every key of a recipe is in exactly one of three places: an override of `overrides`, `ELSEWHERE` (it decides
-nothing of a verl run, with where to say it instead), or `REFUSED` (its default is what verl does, another
-value raises). A test holds the three against the config.
+A key of a recipe is `HONOURED` (an override carries it) or `ELSEWHERE` (it decides nothing of a verl run;
+where to say it instead). Any other, named in `REFUSED` with a remedy or not, raises unless it has its default.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lowbitrl.config import RunConfig
+from lowbitrl.quant import Recipe
 
+HONOURED = {
+    *("seed", "out", "model.name", "model.dtype", "distributed.cpu_offload"),
+    *(f"recipe.{f.name}" for f in fields(Recipe) if f.name != "activation_scale"),
+    *(f"rollout.{key}" for key in ("prompts", "samples", "max_tokens", "temperature", "engine", "vllm")),
+    *(f"rollout.{key}" for key in ("scheduler", "max_batch", "keep_decoded_experts", "kernels")),
+    *(f"objective.{key}" for key in ("name", "module", "parameters", "correction", "level", "cap", "floor")),
+    *(f"objective.{key}" for key in ("count_rejected", "aggregate", "max_tokens", "entropy_coef")),
+    *(f"objective.{key}" for key in ("kl_coef", "kl_kind", "kl_in", "advantage_scale", "advantage_baseline")),
+    *(f"trainer.{key}" for key in ("steps", "mini_batch", "epochs", "micro_batch_tokens", "layout")),
+    *("trainer.gradient_checkpointing", "trainer.old_logprobs"),
+    *(
+        f"optimizer.{key}"
+        for key in ("name", "learning_rate", "muon_learning_rate", "betas", "eps", "momentum")
+    ),
+    *(f"optimizer.{key}" for key in ("weight_decay", "masters", "warmup_steps", "max_grad_norm")),
+    *("evaluation.every", "evaluation.samples", "checkpoint.every", "checkpoint.keep"),
+    *("sentinel.factor", "sentinel.slack", "sentinel.window"),
+    *("tracking.tensorboard", "tracking.wandb", "tracking.project"),
+}
 ELSEWHERE = {
     "task": "prompts and rewards of a verl run are its own data.* and reward.*",
+    "rewards": "verl runs its own rewards, as reward.* says",
+    "rollout.most_lost": "verl replaces failed groups by trainer.v1.sampler.sync_refill_failed_groups",
     "model.device": "verl places its workers",
     "threads": "as OMP_NUM_THREADS in the environment of the workers",
     "rollout.keep": "trainer.rollout_data_dir of verl keeps completions",
@@ -39,11 +61,12 @@ REFUSED = {
 
 def refuse(config: RunConfig) -> None:
     """Raise for a setting whose value verl cannot honour; ValueError."""
-    default = type(config).model_construct(task=config.task)
-    for key, remedy in REFUSED.items():
-        value, usual = (_at(c, key) for c in (config, default))
-        if value != usual:
-            raise ValueError(f"{key}={value!r} is not for verl ({remedy}); leave it at {usual!r}")
+    default = _flat(type(config).model_construct(task=config.task))
+    for key, value in _flat(config).items():
+        told = {key, key.partition(".")[0]} & (HONOURED | ELSEWHERE.keys())
+        if not told and value != default[key]:
+            remedy = REFUSED.get(key, "no override of verl's carries it")
+            raise ValueError(f"{key}={value!r} is not for verl ({remedy}); leave it at {default[key]!r}")
     per_prompt, mini = config.rollout.samples, config.trainer.mini_batch
     if mini % per_prompt:
         raise ValueError(
@@ -84,7 +107,12 @@ def hydra(value: Any) -> str:
     return f"'{escaped}'"
 
 
-def _at(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
+def _flat(config: RunConfig) -> dict[str, Any]:
+    """Values by dotted name: sections are one level deep."""
+    flat: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        parts = {f: getattr(value, f) for f in getattr(type(value), "model_fields", {})}
+        parts |= {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else {}
+        flat |= {f"{name}.{key}": part for key, part in parts.items()} if parts else {name: value}
+    return flat
