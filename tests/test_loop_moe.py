@@ -121,7 +121,7 @@ def test_the_sentinel_blames_the_stack_that_went_wrong(folder, monkeypatch):
         run(folder, "spoiled", recipe=recipe, sentinel={"slack": 0.02, "factor": 2.0}, trainer={"steps": 4})
 
 
-def test_muon_leaves_stacks_to_adamw(folder):
+def test_muon_steps_stacks(folder):
     records, _ = run(
         folder, "muon", optimizer={"name": "muon", "muon_learning_rate": 1e-3}, trainer={"steps": 1}
     )

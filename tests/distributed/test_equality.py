@@ -27,6 +27,7 @@ CASES = [
     (3, "qwen3_moe", ALIGNED, EXACT, FP32_CODES),
     (2, "qwen3_moe", ALIGNED, {"trainer": {"gradient_checkpointing": True}}, BF16),
     (2, "gpt_oss", ALIGNED, {}, BF16),
+    (3, "qwen3_moe", PLAIN, EXACT | {"optimizer": {"name": "muon", "muon_learning_rate": 1e-3}}, FP32_CODES),
     (2, "dense", ALIGNED, {"objective": {"kl_coef": 0.1}, "distributed": {"cpu_offload": True}}, BF16),
 ]
 

@@ -1,4 +1,4 @@
-"""fp32 masters under BF16 compute, with torch's own AdamW and Muon.
+"""fp32 masters under BF16 compute, stepped by torch's AdamW and by Muon.
 
     gradient (compute dtype, per micro-batch) -> added to the master's fp32 gradient -> step ->
     parameter = master cast to the compute dtype
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from lowbitrl.quant import whole
+from lowbitrl.trainer.muon import Muon
 
 MASTERS, STATES = "masters.", "optimizer."
 """How names of tensors in a checkpoint begin."""
@@ -27,7 +28,8 @@ class OptimizerConfig(BaseModel):
     """Settings of the optimizer. Betas and epsilon default to QUADS's (section 4.1).
 
     Attributes:
-        name: "adamw", or "muon" for hidden matrices with AdamW for embeddings, head and vectors.
+        name: "adamw", or "muon" for hidden matrices, experts one by one, with AdamW for embeddings, head and
+            vectors.
         learning_rate: of AdamW, reached after warm-up, constant from there.
         muon_learning_rate: of Muon; its update is scaled to AdamW's root mean square, so the
             same order of magnitude fits.
@@ -156,10 +158,11 @@ def _mover(master: Tensor) -> Any:
 
 
 def _hidden_matrices(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
-    """Names of 2-D weights that are neither embeddings nor the output head."""
+    """Names of matrices and stacks of them that are neither embeddings, the output head nor rows of biases."""
     ends = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
     excluded = {id(m.weight) for m in ends if m is not None}
-    return {n for n, p in parameters.items() if p.ndim == 2 and id(p) not in excluded}
+    weights = {n: p for n, p in parameters.items() if p.ndim > 1 and not n.endswith("bias")}
+    return {n for n, p in weights.items() if id(p) not in excluded}
 
 
 def _build(
@@ -179,12 +182,11 @@ def _build(
         )
     if hidden:
         optimizers.append(
-            torch.optim.Muon(
+            Muon(
                 [m for n, m in masters.items() if n in hidden],
                 lr=config.muon_learning_rate,
                 weight_decay=config.weight_decay,
                 momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
             )
         )
     for optimizer in optimizers:
