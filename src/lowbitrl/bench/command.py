@@ -14,9 +14,9 @@ from .record import Bench
 
 SUITES: dict[str, tuple[str, ...]] = {
     "kernels": ("lowbitrl.bench.products", "lowbitrl.bench.experts", "lowbitrl.bench.quantizers"),
-    "rollout": (),
-    "step": (),
-    "sync": (),
+    "rollout": ("lowbitrl.bench.rollout",),
+    "step": ("lowbitrl.bench.step",),
+    "sync": ("lowbitrl.bench.sync",),
 }
 
 

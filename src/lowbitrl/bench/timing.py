@@ -48,10 +48,35 @@ def time_calls(calls: Sequence[Call], *, l2: L2, samples: int = 30) -> Timing:
     assert calls
     on_cuda = torch.cuda.is_available()
     times = _graph_samples(calls, samples) if on_cuda else _wall_samples(calls, samples)
-    low, middle, high = torch.tensor(times, dtype=torch.float64).quantile(
-        torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    )
+    return percentiles(times, l2)
+
+
+def time_whole(call: Call, *, samples: int, warm_ups: int = 1) -> Timing:
+    """Wall-clock time of work that the host takes part in, the device's share included: whole steps, updates."""
+    for _ in range(warm_ups):
+        call()
+    return percentiles([wall_microseconds(call) for _ in range(samples)], "warm")
+
+
+def wall_microseconds(call: Call) -> float:
+    """Microseconds until the call's device work is done; what was asked of the device before is not counted."""
+    _finish()
+    start = time.perf_counter()
+    call()
+    _finish()
+    return (time.perf_counter() - start) * 1e6
+
+
+def percentiles(times: Sequence[float], l2: L2) -> Timing:
+    """Timing of samples in microseconds."""
+    ranks = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    low, middle, high = torch.tensor(times, dtype=torch.float64).quantile(ranks)
     return Timing(float(low), float(middle), float(high), len(times), l2)
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def cold_sets(bytes_a_call: int) -> int:
