@@ -30,15 +30,18 @@ SOURCES = Path(__file__).parent / "cuda"
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The loaded library, built first where this source has not been built for this device yet.
+def library(name: str = "w4a16") -> ctypes.CDLL:
+    """The loaded library of one source file, built first where it has not been built for this device yet.
+
+    Args:
+        name: the file's, without ``.cu``.
 
     Raises:
         RuntimeError: nvcc fails; the message holds what it said.
     """
-    target = _folder() / f"w4a16-{_fingerprint()}.so"
+    target = _folder() / f"{name}-{_fingerprint()}.so"
     if not target.exists():
-        _build(target)
+        _build(name, target)
     return ctypes.CDLL(str(target))
 
 
@@ -79,14 +82,14 @@ def _folder() -> Path:
     return folder
 
 
-def _build(target: Path) -> None:
+def _build(name: str, target: Path) -> None:
     arch = architecture()
     groups = ["-DLOWBITRL_GROUPS"] if arch == WITH_GROUPS else []
     # A name of its own until it is whole: another process may build the same at the same time.
     part = target.with_suffix(f".{os.getpid()}")
     command = [
         str(_nvcc()), "-O3", "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}",
-        *groups, "-shared", "-Xcompiler", "-fPIC", "-o", str(part), str(SOURCES / "w4a16.cu"),
+        *groups, "-shared", "-Xcompiler", "-fPIC", "-o", str(part), str(SOURCES / f"{name}.cu"),
     ]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode:

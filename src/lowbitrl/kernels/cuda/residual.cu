@@ -1,0 +1,354 @@
+// X~ = Q(X) - M Q(Q(X) - X), NVFP4 with a scale a row, for BF16 rows: formats/residual.py bit for bit.
+//
+// A thread holds blocks of 16 columns, so a block's scale costs one division and no shuffle.
+//
+//   token_kernel     a row a CTA: both passes; with SELECT the row chooses its own channels
+//   row_kernel       decode sizes, 1 of 2: row scales of both passes
+//   slab_kernel      decode sizes, 2 of 2: a slab of columns a CTA; scores, a barrier over the grid, choice, repair
+//   scores_kernel    long batches, 1 of 3: 16 rows a CTA; row scales, column sums of squared errors
+//   choose_kernel    long batches, 2 of 3: sums over runs; the last CTA to finish chooses
+//   repair_kernel    long batches, 3 of 3: x again, from its end, which the cache still holds
+
+#ifndef LOWBITRL_EMULATE
+#include <cuda_runtime.h>
+#include <cmath>
+#include <cstdint>
+#define SHARED(type, name) extern __shared__ __align__(16) uint8_t shared_[]; type* name = reinterpret_cast<type*>(shared_)
+#endif
+
+namespace {
+
+#ifndef LOWBITRL_EMULATE
+__device__ __forceinline__ int lane_below(int v, int by) { return __shfl_up_sync(0xFFFFFFFF, v, by); }
+__device__ __forceinline__ uint32_t load_shared_by_grid(const uint32_t* p) { return __ldcg(p); }
+__device__ __forceinline__ void publish() { __threadfence(); }
+__device__ __forceinline__ void wait_for(int* counter, int all) {
+    while (*reinterpret_cast<volatile int*>(counter) < all) {}
+    __threadfence();
+}
+#endif
+
+#include "nvfp4_block.h"
+#include "select.h"
+
+constexpr int RUN = 16;        // rows whose squares are added one after the other
+constexpr int MAX_WARPS = 32;
+
+struct Problem {
+    const uint16_t* x;     // (rows, K), rows x_stride apart
+    uint16_t* out;         // (rows, K)
+    const uint8_t* real;   // (rows) or null: which rows count in the scores
+    float* globals;        // (4, rows): S and 1 / S of the first pass, of the second
+    uint32_t* keys;        // (K) scores
+    uint16_t* mask;        // (K / 16) chosen columns, a bit each
+    float* partial;        // (runs, K)
+    int* counter;
+    int rows, blocks, count;
+    int64_t x_stride;
+};
+
+__device__ __forceinline__ const uint16_t* block_at(const Problem& p, int row, int block) {
+    return p.x + row * p.x_stride + block * BLOCK;
+}
+
+__device__ __forceinline__ bool counts(const Problem& p, int row) { return row < p.rows && (!p.real || p.real[row]); }
+
+__device__ __forceinline__ void store_globals(const Problem& p, int row, Globals one, Globals two) {
+    p.globals[row] = one.encode, p.globals[p.rows + row] = one.decode;
+    p.globals[2 * p.rows + row] = two.encode, p.globals[3 * p.rows + row] = two.decode;
+}
+
+__device__ __forceinline__ Globals globals_at(const Problem& p, int pass, int row) {
+    return {p.globals[2 * pass * p.rows + row], p.globals[(2 * pass + 1) * p.rows + row]};
+}
+
+template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds__(THREADS) token_kernel(Problem p) {
+    SHARED(Tally, tally);
+    const int row = blockIdx.x;
+    Packed x[BLOCKS];
+    uint32_t peak[BLOCKS], error_peak[BLOCKS], best = 0;
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) {
+        const int block = j * blockDim.x + threadIdx.x;
+        x[j] = load_block(block_at(p, row, block), block < p.blocks);
+    }
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) peak[j] = peak_of(x[j]), best = max(best, peak[j]);
+    const Globals one = globals_of(block_max(best, tally->peaks[0]));
+    float first[BLOCKS][BLOCK];
+    best = 0;
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) {
+        float exact[BLOCK], error[BLOCK];
+        unpack(x[j], exact);
+        quantize_block(exact, step_of(peak[j], one), first[j]);
+        subtract(first[j], exact, error);
+        error_peak[j] = peak_of(error), best = max(best, error_peak[j]);
+    }
+    best = block_max(best, tally->peaks[1]);
+    const Globals two = globals_of(best);
+    Cut cut = {0, LAST_INDEX};
+    if (SELECT) {
+        const uint32_t high = min(best, NAN_KEY);
+        cut = find_cut(*tally, high > OCTAVES ? high - OCTAVES : 0, high, p.count, [&](auto f) {
+#pragma unroll
+            for (int j = 0; j < BLOCKS; ++j) {
+                const int block = j * blockDim.x + threadIdx.x;
+                if (block >= p.blocks) break;
+                float error[BLOCK];
+                unpack(x[j], error);
+                subtract(first[j], error, error);
+#pragma unroll
+                for (int i = 0; i < BLOCK; ++i) f(score_key(error[i]), block * BLOCK + i);
+            }
+        });
+    }
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) {
+        const int block = j * blockDim.x + threadIdx.x;
+        float error[BLOCK], second[BLOCK];
+        unpack(x[j], error);
+        subtract(first[j], error, error);
+        quantize_block(error, step_of(error_peak[j], two), second);
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i) {
+            const bool taken = !SELECT || cut.takes(score_key(error[i]), block * BLOCK + i);
+            first[j][i] = __fsub_rn(first[j][i], taken ? second[i] : 0.0f);
+        }
+        if (block < p.blocks) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, first[j]);
+    }
+}
+
+__global__ void __launch_bounds__(1024) row_kernel(Problem p) {
+    SHARED(Tally, tally);
+    const int row = blockIdx.x, block = threadIdx.x;
+    const Packed packed = load_block(block_at(p, row, block), block < p.blocks);
+    const uint32_t peak = peak_of(packed);
+    const Globals one = globals_of(block_max(peak, tally->peaks[0]));
+    float x[BLOCK], first[BLOCK];
+    unpack(packed, x);
+    quantize_block(x, step_of(peak, one), first);
+    subtract(first, x, x);
+    const Globals two = globals_of(block_max(peak_of(x), tally->peaks[1]));
+    if (threadIdx.x == 0) store_globals(p, row, one, two);
+    if (row == 0 && threadIdx.x == 0) *p.counter = 0;
+}
+
+// blockDim.x = slab * (rows a step); PER steps. phase: 1 scores, 2 repair, 3 both, with a barrier over the grid.
+template <int PER, int THREADS>
+__global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int runs, int phase) {
+    SHARED(Tally, tally);
+    float* squares = reinterpret_cast<float*>(tally + 1);
+    const int columns = slab * BLOCK, step = blockDim.x / slab;
+    const int block = blockIdx.x * slab + threadIdx.x % slab;
+    Packed x[PER];
+#pragma unroll
+    for (int j = 0; j < PER; ++j) {
+        const int row = j * step + threadIdx.x / slab;
+        x[j] = load_block(block_at(p, row, block), row < p.rows && block < p.blocks);
+    }
+    if (phase & 1) {
+#pragma unroll
+        for (int j = 0; j < PER; ++j) {
+            const int row = j * step + threadIdx.x / slab;
+            float exact[BLOCK], first[BLOCK];
+            unpack(x[j], exact);
+            const Globals one = row < p.rows ? globals_at(p, 0, row) : Globals{1.0f, 1.0f};
+            quantize_block(exact, step_of(peak_of(x[j]), one), first);
+            subtract(first, exact, exact);
+            const bool real = counts(p, row);
+            float4* at = reinterpret_cast<float4*>(squares + row * columns + threadIdx.x % slab * BLOCK);
+            auto squared = [&](int i) { return real ? __fmul_rn(exact[i], exact[i]) : 0.0f; };
+            if (row < runs * RUN)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    at[i] = make_float4(squared(4 * i), squared(4 * i + 1), squared(4 * i + 2), squared(4 * i + 3));
+        }
+        __syncthreads();
+        // Rows of a run in order, into the run's first row; then runs in halves.
+        for (int t = threadIdx.x; t < columns * runs; t += blockDim.x) {
+            float* own = squares + t / columns * RUN * columns + t % columns;
+            float sum = own[0];
+#pragma unroll
+            for (int i = 1; i < RUN; ++i) sum = __fadd_rn(sum, own[i * columns]);
+            own[0] = sum;
+        }
+        for (int half = runs / 2; half; half /= 2) {
+            __syncthreads();
+            for (int t = threadIdx.x; t < columns * half; t += blockDim.x) {
+                float* own = squares + t / columns * RUN * columns + t % columns;
+                own[0] = __fadd_rn(own[0], own[half * RUN * columns]);
+            }
+        }
+        __syncthreads();
+        for (int c = threadIdx.x; c < columns; c += blockDim.x)
+            if (blockIdx.x * columns + c < p.blocks * BLOCK)
+                p.keys[blockIdx.x * columns + c] = score_key(__fsqrt_rn(squares[c]));
+    }
+    if (phase == 3) {
+        publish();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            atomicAdd(p.counter, 1);
+            wait_for(p.counter, gridDim.x);
+        }
+        __syncthreads();
+    }
+    if (!(phase & 2)) return;
+    uint32_t* keys = reinterpret_cast<uint32_t*>(squares);
+    for (int c = threadIdx.x; c < p.blocks * BLOCK; c += blockDim.x) keys[c] = load_shared_by_grid(p.keys + c);
+    __syncthreads();
+    const Cut cut = cut_of(*tally, keys, p.blocks * BLOCK, p.count);
+    const uint32_t mask = block < p.blocks ? mask_of(keys, block, cut) : 0;
+#pragma unroll
+    for (int j = 0; j < PER; ++j) {
+        const int row = j * step + threadIdx.x / slab;
+        const bool there = row < p.rows && block < p.blocks;
+        const Globals none = {1.0f, 1.0f};
+        float out[BLOCK];
+        repair_block(x[j], there ? globals_at(p, 0, row) : none, there ? globals_at(p, 1, row) : none, mask, out);
+        if (there) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, out);
+    }
+}
+
+template <int BATCH, int THREADS> __global__ void __launch_bounds__(THREADS) scores_kernel(Problem p) {
+    struct Peaks {
+        uint32_t of[2][RUN][MAX_WARPS];
+    };
+    SHARED(Peaks, peaks);
+    const int block = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const auto row_peak = [&](int pass, int row) {
+        uint32_t best = 0;
+        for (int w = 0; w < warps; ++w) best = max(best, peaks->of[pass][row][w]);
+        return best;
+    };
+    float sums[BLOCK] = {};
+#pragma unroll 1
+    for (int begin = 0; begin < RUN; begin += BATCH) {
+        const int row = blockIdx.x * RUN + begin;
+        Packed x[BATCH];
+        uint32_t peak[BATCH], own = 0;
+#pragma unroll
+        for (int r = 0; r < BATCH; ++r) x[r] = load_block(block_at(p, row + r, block), block < p.blocks && row + r < p.rows);
+#pragma unroll
+        for (int r = 0; r < BATCH; ++r) {
+            peak[r] = peak_of(x[r]);
+            const uint32_t best = warp_max(peak[r]);
+            if (lane == r) own = best;
+        }
+        if (lane < BATCH) peaks->of[0][begin + lane][warp] = own;
+        __syncthreads();
+        const Globals lanes = globals_of(row_peak(0, begin + lane % BATCH));
+#pragma unroll
+        for (int r = 0; r < BATCH; ++r) {
+            const Globals one = {lane_value(lanes.encode, r), lane_value(lanes.decode, r)};
+            float exact[BLOCK], first[BLOCK];
+            unpack(x[r], exact);
+            quantize_block(exact, step_of(peak[r], one), first);
+            subtract(first, exact, exact);
+            const uint32_t best = warp_max(peak_of(exact));
+            if (lane == r) own = best;
+            if (counts(p, row + r))
+#pragma unroll
+                for (int i = 0; i < BLOCK; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(exact[i], exact[i]));
+        }
+        if (lane < BATCH) peaks->of[1][begin + lane][warp] = own;
+    }
+    __syncthreads();
+    const int row = blockIdx.x * RUN + threadIdx.x;
+    if (threadIdx.x < RUN && row < p.rows)
+        store_globals(p, row, globals_of(row_peak(0, threadIdx.x)), globals_of(row_peak(1, threadIdx.x)));
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
+    if (block >= p.blocks) return;
+    float4* at = reinterpret_cast<float4*>(p.partial + (int64_t(blockIdx.x) * p.blocks + block) * BLOCK);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) at[i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+}
+
+// `columns` columns a CTA; runs a power of two, those from `there` on are zeros. Shared: runs / 4 * columns sums, or K keys.
+__global__ void __launch_bounds__(512) choose_kernel(Problem p, int columns, int runs, int there) {
+    SHARED(Tally, tally);
+    float* sums = reinterpret_cast<float*>(tally + 1);
+    const int width = p.blocks * BLOCK, first = blockIdx.x * columns, quarter = max(1, runs / 4);
+    for (int t = threadIdx.x; t < quarter * columns; t += blockDim.x) {
+        const int run = t / columns, column = first + t % columns;
+        const auto at = [&](int r) { return r < there && r < runs ? p.partial[int64_t(r) * width + column] : 0.0f; };
+        // Two foldings while loading; a sum with the zeros past the end changes nothing.
+        sums[t] = __fadd_rn(__fadd_rn(at(run), at(run + 2 * quarter)), __fadd_rn(at(run + quarter), at(run + 3 * quarter)));
+    }
+    for (int half = quarter / 2; half; half /= 2) {
+        __syncthreads();
+        for (int t = threadIdx.x; t < half * columns; t += blockDim.x) sums[t] = __fadd_rn(sums[t], sums[t + half * columns]);
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < columns; c += blockDim.x) p.keys[first + c] = score_key(__fsqrt_rn(sums[c]));
+    publish();
+    __syncthreads();
+    if (threadIdx.x == 0) tally->bin = atomicAdd(p.counter, 1);
+    __syncthreads();
+    if (tally->bin != gridDim.x - 1) return;
+    publish();
+    uint32_t* keys = reinterpret_cast<uint32_t*>(sums);
+    for (int c = threadIdx.x; c < width; c += blockDim.x) keys[c] = load_shared_by_grid(p.keys + c);
+    __syncthreads();
+    const Cut cut = cut_of(*tally, keys, width, p.count);
+    for (int b = threadIdx.x; b < p.blocks; b += blockDim.x) p.mask[b] = mask_of(keys, b, cut);
+}
+
+template <int ROWS> __global__ void __launch_bounds__(256) repair_kernel(Problem p) {
+    const int block = blockIdx.x * blockDim.x + threadIdx.x, from = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    const bool inside = block < p.blocks;
+    Packed x[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) x[r] = load_block(block_at(p, from + r, block), inside && from + r < p.rows);
+    const uint32_t mask = inside ? p.mask[block] : 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const int row = min(from + r, p.rows - 1);
+        float out[BLOCK];
+        repair_block(x[r], globals_at(p, 0, row), globals_at(p, 1, row), mask, out);
+        if (inside && from + r < p.rows) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, out);
+    }
+}
+
+}  // namespace
+
+#ifndef LOWBITRL_EMULATE
+namespace {
+
+template <class... A, class... B> int start(void (*kernel)(A...), dim3 grid, int threads, int shared, cudaStream_t stream, B... arguments) {
+    if (shared > 48 << 10)
+        if (auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)) return error;
+    kernel<<<grid, threads, shared, stream>>>(arguments...);
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+extern "C" int lowbitrl_residual(int kernel, int variant, int grid_x, int grid_y, int threads, int shared, int a, int b, int c,
+                                 const void* x, void* out, const void* real, void* globals, void* keys, void* mask,
+                                 void* partial, void* counter, int rows, int blocks, int count, int64_t x_stride, void* stream) {
+    const Problem p = {(const uint16_t*)x, (uint16_t*)out, (const uint8_t*)real, (float*)globals, (uint32_t*)keys,
+                       (uint16_t*)mask, (float*)partial, (int*)counter, rows, blocks, count, x_stride};
+    const dim3 grid(grid_x, grid_y);
+    const auto s = (cudaStream_t)stream;
+    const auto is = [&](int k, int v) { return kernel == k && variant == v; };
+#define TOKEN(B, T) \
+    if (is(0, B) && threads <= T) \
+        return a ? start(token_kernel<B, T, true>, grid, threads, shared, s, p) : start(token_kernel<B, T, false>, grid, threads, shared, s, p);
+    TOKEN(1, 256) TOKEN(1, 1024) TOKEN(2, 256) TOKEN(2, 512) TOKEN(4, 128) TOKEN(4, 512)
+    if (kernel == 1) return start(row_kernel, grid, threads, shared, s, p);
+    if (is(2, 1)) return start(slab_kernel<1, 1024>, grid, threads, shared, s, p, a, b, c);
+    if (is(2, 2)) return start(slab_kernel<2, 1024>, grid, threads, shared, s, p, a, b, c);
+    if (is(3, 8) && threads <= 256) return start(scores_kernel<8, 256>, grid, threads, shared, s, p);
+    if (is(3, 8)) return start(scores_kernel<8, 512>, grid, threads, shared, s, p);
+    if (is(3, 4) && threads <= 256) return start(scores_kernel<4, 256>, grid, threads, shared, s, p);
+    if (is(3, 4)) return start(scores_kernel<4, 512>, grid, threads, shared, s, p);
+    if (is(3, 2)) return start(scores_kernel<2, 1024>, grid, threads, shared, s, p);
+    if (kernel == 4) return start(choose_kernel, grid, threads, shared, s, p, a, b, c);
+    if (is(5, 1)) return start(repair_kernel<1>, grid, threads, shared, s, p);
+    if (is(5, 2)) return start(repair_kernel<2>, grid, threads, shared, s, p);
+    if (is(5, 4)) return start(repair_kernel<4>, grid, threads, shared, s, p);
+    return -1;
+}
+#endif

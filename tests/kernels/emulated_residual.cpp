@@ -1,0 +1,38 @@
+#include "emulate_warp.h"
+
+template <class T> inline T load_shared_by_grid(const T* p) { return *p; }
+inline void publish() {}
+inline void wait_for(int*, int) {}
+
+#include "residual.cu"
+
+template <class F> static int launch(int grid_x, int grid_y, int threads, int shared, F body) {
+    const dim3 grid = {unsigned(grid_x), unsigned(grid_y)};
+    for (unsigned y = 0; y < grid.y; ++y)
+        for (unsigned x = 0; x < grid.x; ++x) run_cluster(threads, 1, shared, {x, y}, grid, body);
+    return 0;
+}
+
+extern "C" int lowbitrl_residual(int kernel, int variant, int grid_x, int grid_y, int threads, int shared, int a, int b, int c,
+                                 const void* x, void* out, const void* real, void* globals, void* keys, void* mask,
+                                 void* partial, void* counter, int rows, int blocks, int count, int64_t x_stride, void*) {
+    const Problem p = {(const uint16_t*)x, (uint16_t*)out, (const uint8_t*)real, (float*)globals, (uint32_t*)keys,
+                       (uint16_t*)mask, (float*)partial, (int*)counter, rows, blocks, count, x_stride};
+    const auto start = [&](auto body) { return launch(grid_x, grid_y, threads, shared, body); };
+    const auto is = [&](int k, int v) { return kernel == k && variant == v; };
+#define TOKEN(B) \
+    if (is(0, B)) return a ? start([&] { token_kernel<B, 1024, true>(p); }) : start([&] { token_kernel<B, 1024, false>(p); });
+    TOKEN(1) TOKEN(2) TOKEN(4)
+    if (kernel == 1) return start([&] { row_kernel(p); });
+    // CTAs run one after the other: none could wait for the next, so scores and repair are two rounds.
+    if (is(2, 1)) return start([&] { slab_kernel<1, 1024>(p, a, b, 1); }) || start([&] { slab_kernel<1, 1024>(p, a, b, 2); });
+    if (is(2, 2)) return start([&] { slab_kernel<2, 1024>(p, a, b, 1); }) || start([&] { slab_kernel<2, 1024>(p, a, b, 2); });
+    if (is(3, 8)) return start([&] { scores_kernel<8, 512>(p); });
+    if (is(3, 4)) return start([&] { scores_kernel<4, 512>(p); });
+    if (is(3, 2)) return start([&] { scores_kernel<2, 1024>(p); });
+    if (kernel == 4) return start([&] { choose_kernel(p, a, b, c); });
+    if (is(5, 1)) return start([&] { repair_kernel<1>(p); });
+    if (is(5, 2)) return start([&] { repair_kernel<2>(p); });
+    if (is(5, 4)) return start([&] { repair_kernel<4>(p); });
+    return -1;
+}
