@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowbitrl.formats import get_format
+from lowbitrl.kernels.quantize import finite
 from lowbitrl.quant import LayerPlan, Recipe, attachment, linear, prepare, real_tokens
-from lowbitrl.quant.linear import LearnerLinear, RolloutLinear, WeightGroup
+from lowbitrl.quant.linear import LearnerLinear, RolloutLinear, WeightGroup, refresh
 
 PRECISIONS = [
     "nvfp4",
@@ -142,6 +143,29 @@ def test_bytes_are_encoded_once_per_weight_version_and_never_stale(monkeypatch):
     second = group.encoded()["o_proj"]
     assert second is not first
     assert torch.equal(second.dequantize(torch.float32), -first.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8-channel", "mxfp8"])
+def test_many_groups_are_looked_at_once(format, monkeypatch):
+    """Encoding leaves the look for NaN to one host read of all groups; the bad weight is named all the same."""
+    blocks = [Block() for _ in range(3)]
+    groups = [
+        WeightGroup([LayerPlan(f"{i}.o_proj", (64, 64), format)], [block.o_proj])
+        for i, block in enumerate(blocks)
+    ]
+    monkeypatch.setattr(linear, "encode_unchecked", _left_to_look_at)
+    refresh(groups)
+    wanted = get_format(format).quantize(blocks[1].o_proj.weight)
+    assert torch.equal(groups[1].encoded()["1.o_proj"].qdata, wanted.qdata)
+    with torch.no_grad():
+        blocks[2].o_proj.weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match=r"2\.o_proj"):
+        refresh(groups)
+
+
+def _left_to_look_at(x, fmt, *, amax=None, name=None):
+    encoded = fmt.quantize(x, amax=amax, check=False)
+    return encoded, finite(x, encoded, amax)
 
 
 def test_writes_past_the_version_counter_need_invalidate():

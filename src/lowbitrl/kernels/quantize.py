@@ -5,7 +5,8 @@
 
 No host synchronization, so CUDA graphs can capture both; NaN and Inf are not looked for and decode to NaN.
 The Triton kernels read x once and write once. Only NVFP4 with one scale a tensor and no ``amax`` reads it
-twice: once for the maximum, once, from the end, so that the cache still holds what was read last.
+twice: once for the maximum, once, from the end, so that the cache still holds what was read last. For that, on
+BF16, there is a CUDA kernel too: one launch, and what fits in shared memory is read once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from lowbitrl.formats.format import absmax as reference_absmax
 from lowbitrl.formats.nvfp4 import Nvfp4
 
 from .backend import AUTO, REFERENCE, TRITON, choose
+from .cuda_library import CUDA
+from .weight_cuda import launch_weight, why_not_weight
 
 # A program holds a row in registers: 16 warps hold this many columns before they spill.
 LONGEST_ROW = 1 << 15
@@ -53,39 +56,67 @@ BLOCKS = {
 
 
 def quantize(
-    x: Tensor, format: str | Format, *, amax: Tensor | None = None, backend: str = AUTO
+    x: Tensor, format: str | Format, *, amax: Tensor | None = None, parts: int = 1, backend: str = AUTO
 ) -> QuantizedTensor:
     """Codes and scales of x (..., K), as ``Format.quantize(x, amax=amax, check=False)``.
+
+    Args:
+        parts: of an x (parts, N, K) under a format with one scale a tensor: each matrix has its own maximum.
 
     Raises:
         ValueError: K is not a multiple of the format's block; the backend can't run this.
     """
     fmt = get_format(format) if isinstance(format, str) else format
-    if choose("quantize", backend, x.device, _candidates(x, fmt)) == REFERENCE:
+    chosen = choose("quantize", backend, x.device, _candidates(x, fmt, amax))
+    if parts > 1 and chosen != CUDA and fmt.per == "tensor" and amax is None:
+        amax = absmax(x, parts=parts, backend=chosen).view(-1, 1, 1)
+    if chosen == REFERENCE:
         return fmt.quantize(x, amax=amax, check=False)
     fmt.check_shape(x.shape)
-    qdata, scale, decode = torch.ops.lowbitrl.quantize(x.detach(), fmt.name, amax)
+    qdata, scale, decode = torch.ops.lowbitrl.quantize(x.detach(), fmt.name, amax, parts, chosen)
     return QuantizedTensor(qdata, scale, decode if isinstance(fmt, Nvfp4) else None, x.shape, fmt.name)
 
 
 def encode(
-    x: Tensor, format: Format, *, amax: Tensor | None = None, name: str | None = None
+    x: Tensor, format: Format, *, amax: Tensor | None = None, parts: int = 1, name: str | None = None
 ) -> QuantizedTensor:
     """``quantize`` for weights: as ``Format.quantize``, with its look for NaN and Inf, which synchronizes.
 
     Args:
         amax: the maximum of a group that x belongs to; finite only if all of x is, so it is what is checked.
+        parts: as ``quantize``'s.
         name: what errors call x.
 
     Raises:
         ValueError: NaN or Inf in x; a shape the format cannot block.
     """
-    if x.device.type != "cuda" or choose("quantize", AUTO, x.device, _candidates(x, format)) == REFERENCE:
-        return format.quantize(x, amax=amax, name=name)
-    peak = absmax(x).view(()) if amax is None else amax
-    if not bool(torch.isfinite(peak).all()):
+    encoded, sound = encode_unchecked(x, format, amax=amax, parts=parts, name=name)
+    if sound is not None and not bool(sound):
         return format.quantize(x, amax=amax, name=name)  # raises, naming x and counting what is not finite
-    return quantize(x, format, amax=peak if format.per == "tensor" else amax)
+    return encoded
+
+
+def encode_unchecked(
+    x: Tensor, format: Format, *, amax: Tensor | None = None, parts: int = 1, name: str | None = None
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """As ``encode``, but NaN is still to be looked for: bool (), whether x is finite; None where it has been."""
+    if (
+        x.device.type != "cuda"
+        or choose("quantize", AUTO, x.device, _candidates(x, format, amax)) == REFERENCE
+    ):
+        if parts > 1 and format.per == "tensor" and amax is None:
+            amax = absmax(x, parts=parts).view(-1, 1, 1)
+        return format.quantize(x, amax=amax, name=name), None
+    encoded = quantize(x, format, amax=amax, parts=parts)
+    return encoded, finite(x, encoded, amax)
+
+
+def finite(x: Tensor, encoded: QuantizedTensor, amax: Tensor | None = None) -> Tensor:
+    """bool (): whether all of x is, told by maxima or by the scales made of them where those are floats."""
+    scale = encoded.scale if encoded.global_scale is None else encoded.global_scale
+    if amax is None and scale.dtype not in (torch.float32, torch.bfloat16):
+        amax = absmax(x)
+    return torch.isfinite(scale if amax is None else amax).all()
 
 
 def fake_quantize(
@@ -93,10 +124,11 @@ def fake_quantize(
 ) -> Tensor:
     """Values of ``quantize`` in x's dtype, no bytes written between; no gradient."""
     fmt = get_format(format) if isinstance(format, str) else format
-    if choose("fake_quantize", backend, x.device, _candidates(x, fmt)) == REFERENCE:
+    chosen = choose("fake_quantize", backend, x.device, _candidates(x, fmt, amax))
+    if chosen == REFERENCE:
         return fmt.fake_quantize(x.detach(), amax=amax, check=False)
     fmt.check_shape(x.shape)
-    return torch.ops.lowbitrl.fake_quantize(x.detach(), fmt.name, amax)
+    return torch.ops.lowbitrl.fake_quantize(x.detach(), fmt.name, amax, chosen)
 
 
 def absmax(x: Tensor, *, parts: int = 1, backend: str = AUTO) -> Tensor:
@@ -119,12 +151,23 @@ def why_not_triton(x: Tensor, fmt: Format) -> str | None:
     return None
 
 
-def _candidates(x: Tensor, fmt: Format) -> dict[str, str | None]:
-    return {TRITON: why_not_triton(x, fmt), REFERENCE: None}
+def why_not_cuda(x: Tensor, fmt: Format, amax: Tensor | None) -> str | None:
+    """Why the CUDA kernel can't quantize x in this format, None if it can."""
+    if fmt.name not in NVFP4_FLOORS or fmt.per != "tensor" or amax is not None:
+        return "it measures the maximum of NVFP4 weights with one scale a tensor, no other"
+    return why_not_weight(x)
+
+
+def _candidates(x: Tensor, fmt: Format, amax: Tensor | None) -> dict[str, str | None]:
+    return {TRITON: why_not_triton(x, fmt), CUDA: why_not_cuda(x, fmt, amax), REFERENCE: None}
 
 
 @torch.library.custom_op("lowbitrl::quantize", mutates_args=())
-def _quantize(x: Tensor, format: str, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(
+    x: Tensor, format: str, amax: Tensor | None, parts: int = 1, backend: str = TRITON
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == CUDA:
+        return _measured(x, format, parts)
     fmt, rows, amax = _prepare(x, format, amax)
     lead, none = x.shape[:-1], x.new_empty(0, dtype=torch.float32)
     if isinstance(fmt, Nvfp4):
@@ -146,8 +189,18 @@ def _lines(scale: Tensor, x: Tensor, tall: int | None = None) -> Tensor:
     return scale.view(*down, scale.shape[1])
 
 
+def _measured(x: Tensor, format: str, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    fmt, lead = get_format(format), x.shape[:-1]
+    assert isinstance(fmt, Nvfp4)
+    codes, scales, peaks = launch_weight(x, parts, floor=NVFP4_FLOORS[format], encode=True)
+    shared = fmt.rule.global_scales(peaks.view(-1, 1, 1) if parts > 1 else peaks.view(()))[1]
+    return codes.view(*lead, -1), scales.view(torch.float8_e4m3fn).view(*lead, -1), shared
+
+
 @torch.library.custom_op("lowbitrl::fake_quantize", mutates_args=())
-def _fake_quantize(x: Tensor, format: str, amax: Tensor | None) -> Tensor:
+def _fake_quantize(x: Tensor, format: str, amax: Tensor | None, backend: str = TRITON) -> Tensor:
+    if backend == CUDA:
+        return launch_weight(x, 1, floor=NVFP4_FLOORS[format], encode=False)[0]
     fmt, rows, amax = _prepare(x, format, amax)
     run = _nvfp4 if isinstance(fmt, Nvfp4) else _blocked
     return run(rows, x, amax, fmt, encode=False)[0].view(x.shape)  # type: ignore[operator]
@@ -161,13 +214,17 @@ def _absmax(x: Tensor, parts: int) -> Tensor:
 
 
 @_quantize.register_fake
-def _(x: Tensor, format: str, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, format: str, amax: Tensor | None, parts: int = 1, backend: str = TRITON
+) -> tuple[Tensor, Tensor, Tensor]:
+    if parts > 1 and amax is None:
+        amax = x.new_empty(parts, 1, 1, dtype=torch.float32)
     q = get_format(format).quantize(x, amax=amax, check=False)
     return q.qdata, q.scale, x.new_empty(0, dtype=torch.float32) if q.global_scale is None else q.global_scale
 
 
 @_fake_quantize.register_fake
-def _(x: Tensor, format: str, amax: Tensor | None) -> Tensor:
+def _(x: Tensor, format: str, amax: Tensor | None, backend: str = TRITON) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -2,11 +2,12 @@
 
     X~ = Q(X) - M Q(Q(X) - X),  M the channels of formats/residual.py
 
-equal to ``compensate`` bit for bit, channels and ties included. No host synchronization. Launches on CUDA:
+equal to ``compensate`` bit for bit, channels and ties included. No host synchronization. Launches on CUDA, by
+"cuda" (BF16 rows, sm90, needs nvcc) and by "triton":
 
     scope "token", or every channel      1
     scope "batch", up to 256 tokens      2
-    scope "batch", more tokens           4, X read twice
+    scope "batch", more tokens           3 and 4, X read twice
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from lowbitrl.formats import Format, get_format
 from lowbitrl.formats.residual import Scope, channel_count, compensate
 
 from .backend import AUTO, REFERENCE, TRITON, choose
+from .cuda_library import CUDA
 from .quantize import LONGEST_ROW, fake_quantize
+from .residual_cuda import why_not_rows
 
 # Formats whose first and second pass the kernels know.
-TRITON_FORMATS = ("nvfp4-token", "nvfp4-token:vllm")
+KERNEL_FORMATS = ("nvfp4-token", "nvfp4-token:vllm")
 
 
 def quantize_residual(
@@ -44,25 +47,33 @@ def quantize_residual(
     fmt = get_format(format) if isinstance(format, str) else format
     if not fraction:
         return fake_quantize(x, fmt, backend=backend)
-    candidates = {TRITON: _why_not_triton(x, fmt), REFERENCE: None}
-    if choose("quantize_residual", backend, x.device, candidates) == REFERENCE:
+    rule = _why_not_format(fmt)
+    candidates = {TRITON: rule or _why_not_triton(x), CUDA: rule or why_not_rows(x), REFERENCE: None}
+    chosen = choose("quantize_residual", backend, x.device, candidates)
+    if chosen == REFERENCE:
         return compensate(x.detach(), fmt, fraction, scope, real)
     fmt.check_shape(x.shape)
     count = channel_count(x.shape[-1], fraction)
-    return torch.ops.lowbitrl.quantize_residual(x.detach(), count, scope, real)
+    return torch.ops.lowbitrl.quantize_residual(x.detach(), count, scope, real, chosen)
 
 
-def _why_not_triton(x: Tensor, fmt: Format) -> str | None:
-    if fmt.name not in TRITON_FORMATS:
-        return f"the kernel repairs {', '.join(TRITON_FORMATS)}, not {fmt.name}"
+def _why_not_format(fmt: Format) -> str | None:
+    known = fmt.name in KERNEL_FORMATS
+    return None if known else f"the kernels repair {', '.join(KERNEL_FORMATS)}, not {fmt.name}"
+
+
+def _why_not_triton(x: Tensor) -> str | None:
     if x.dim() and x.shape[-1] > LONGEST_ROW:
         return f"K={x.shape[-1]} is longer than {LONGEST_ROW}, the row a program can hold"
     return None
 
 
 @torch.library.custom_op("lowbitrl::quantize_residual", mutates_args=())
-def _quantize_residual(x: Tensor, count: int, scope: str, real: Tensor | None) -> Tensor:
-    from .residual_triton import launch_residual
+def _quantize_residual(x: Tensor, count: int, scope: str, real: Tensor | None, backend: str) -> Tensor:
+    if backend == CUDA:
+        from .residual_cuda import launch_residual
+    else:
+        from .residual_triton import launch_residual
 
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -71,5 +82,5 @@ def _quantize_residual(x: Tensor, count: int, scope: str, real: Tensor | None) -
 
 
 @_quantize_residual.register_fake
-def _(x: Tensor, count: int, scope: str, real: Tensor | None) -> Tensor:
+def _(x: Tensor, count: int, scope: str, real: Tensor | None, backend: str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,8 +1,8 @@
 """Launcher of the CUDA kernels of ``quantize_residual`` (``cuda/residual.cu``): BF16 rows, NVFP4 with a scale a row.
 
-    one      every channel, or scope "token"
-    two      scope "batch" of up to DECODE_TOKENS rows: row scales; then slabs of columns that wait for each other
-    three    longer batches: scores; choice; repair, which reads x again
+one      every channel, or scope "token"
+two      scope "batch" of up to DECODE_TOKENS rows: row scales; then slabs of columns that wait for each other
+three    longer batches: scores; choice; repair, which reads x again
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Launch:
     numbers: tuple[int, int, int] = (0, 0, 0)
 
 
-def why_not_cuda_shape(x: Tensor) -> str | None:
+def why_not_rows(x: Tensor) -> str | None:
     """Why these kernels can't take x, None if they can."""
     if x.dtype != torch.bfloat16:
         return f"its rows are BF16, not {x.dtype}"
@@ -66,7 +66,9 @@ def launch_residual(x: Tensor, count: int, scope: str, real: Tensor | None) -> T
     if x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     rows, width = x.shape
-    plan = plan_for(rows, width // BLOCK, every=count == width, scope=scope, programs=programs_at_once(x.device))
+    plan = plan_for(
+        rows, width // BLOCK, every=count == width, scope=scope, programs=programs_at_once(x.device)
+    )
     work = workspace(rows, width, x.device, partial=plan[0].kernel == SCORES)
     for step in plan:
         code = library("residual").lowbitrl_residual(

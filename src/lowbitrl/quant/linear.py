@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowbitrl.formats import Calibrator, Format, QuantizedTensor, get_format
 from lowbitrl.kernels.decode import decode
-from lowbitrl.kernels.quantize import absmax, encode, quantize
+from lowbitrl.kernels.quantize import absmax, encode_unchecked, quantize
 from lowbitrl.kernels.residual import quantize_residual
 from lowbitrl.kernels.w4a16 import w4a16_matmul
 from lowbitrl.kernels.w4a16_choice import measured_on
@@ -92,12 +92,24 @@ class WeightGroup:
 
     def encoded(self) -> dict[str, QuantizedTensor]:
         """Bytes of each member by module name, encoded anew only if a weight has changed."""
-        key = version_key([m.weight for m in self._modules], self.device)
-        if key != self._key:
-            pairs = zip(self.names, self._modules, strict=True)
-            weights = {n: whole(m.weight, self.dtype, self.device) for n, m in pairs}
-            self._bytes, self._key = encode_group(weights, self.format), key
+        if self._stale():
+            refresh([self])
         return self._bytes
+
+    def weights(self) -> dict[str, Tensor]:
+        """Full weights (N_i, K) by module name, in the compute dtype."""
+        pairs = zip(self.names, self._modules, strict=True)
+        return {n: whole(m.weight, self.dtype, self.device) for n, m in pairs}
+
+    def adopt(self, encoded: dict[str, QuantizedTensor]) -> None:
+        """Hold these as the bytes of the weights as they are."""
+        self._bytes, self._key = encoded, self._version()
+
+    def _stale(self) -> bool:
+        return self._version() != self._key
+
+    def _version(self) -> tuple[Any, ...]:
+        return version_key([m.weight for m in self._modules], self.device)
 
     def invalidate(self) -> None:
         """Let the cached bytes go."""
@@ -109,6 +121,27 @@ def version_key(weights: Sequence[Tensor], sharded: object) -> tuple[Any, ...]:
     return ("sharded",) if sharded else tuple((id(w), w._version, w.dtype) for w in weights)
 
 
+def refresh(groups: Sequence[WeightGroup]) -> None:
+    """Encode the groups whose weights have changed, with one look for NaN at all of them.
+
+    A look is a wait for the device: one a weight would leave a GPU idle hundreds of times a step.
+
+    Raises:
+        ValueError: NaN or Inf in a weight, naming it.
+    """
+    changed = [group for group in groups if group._stale()]
+    looks = []
+    for group in changed:
+        encoded, sound = _encode_unchecked(group.weights(), group.format)
+        group.adopt(encoded)
+        looks += sound
+    if looks and not bool(torch.stack(looks).all()):
+        for group in changed:
+            group.invalidate()
+        for group in changed:
+            encode_group(group.weights(), group.format)  # raises at the first that is not finite
+
+
 def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, QuantizedTensor]:
     """Quantize a fused group; a format with a scale per tensor takes one joint absmax.
 
@@ -118,16 +151,29 @@ def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, Quantized
     Raises:
         ValueError: NaN or Inf in a weight, naming it.
     """
-    joint = _joint_absmax(weights) if len(weights) > 1 and fmt.per == "tensor" else None
-    return {name: encode(w, fmt, amax=joint, name=f"{name}.weight") for name, w in weights.items()}
+    encoded, looks = _encode_unchecked(weights, fmt)
+    if looks and not bool(torch.stack(looks).all()):
+        raise _not_finite(weights)
+    return encoded
 
 
-def _joint_absmax(weights: dict[str, Tensor]) -> Tensor:
-    peaks = {name: absmax(weight).view(()) for name, weight in weights.items()}
-    for name, peak in peaks.items():
-        if not torch.isfinite(peak):
-            raise ValueError(f"{name}.weight holds NaN or Inf; resume from the last good checkpoint")
-    return torch.stack(list(peaks.values())).amax()
+def _not_finite(weights: dict[str, Tensor]) -> ValueError:
+    broken = next(name for name, weight in weights.items() if not bool(torch.isfinite(weight).all()))
+    return ValueError(f"{broken}.weight holds NaN or Inf; resume from the last good checkpoint")
+
+
+def _encode_unchecked(
+    weights: dict[str, Tensor], fmt: Format
+) -> tuple[dict[str, QuantizedTensor], list[Tensor]]:
+    """Bytes by module name, and what is still to be looked at: bool (), whether weights are finite."""
+    joint = None
+    if len(weights) > 1 and fmt.per == "tensor":
+        joint = torch.stack([absmax(weight).view(()) for weight in weights.values()]).amax()
+        if not joint.is_cuda and not torch.isfinite(joint):
+            raise _not_finite(weights)
+    pairs = {n: encode_unchecked(w, fmt, amax=joint, name=f"{n}.weight") for n, w in weights.items()}
+    looks = [sound for _, sound in pairs.values() if sound is not None]
+    return {name: encoded for name, (encoded, _) in pairs.items()}, looks
 
 
 class ActivationSite:

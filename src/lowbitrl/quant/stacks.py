@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbitrl.formats import Format, QuantizedTensor, get_format
-from lowbitrl.kernels.quantize import absmax, encode
+from lowbitrl.kernels.quantize import encode
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 PLAIN_NAMES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
@@ -119,8 +119,7 @@ def encode_stack(canonical: Tensor, fmt: Format, name: str) -> QuantizedTensor:
     Raises:
         ValueError: NaN or Inf in a weight, naming the stack.
     """
-    amax = absmax(canonical, parts=len(canonical))[:, None, None] if fmt.per == "tensor" else None
-    return encode(canonical, fmt, amax=amax, name=name)
+    return encode(canonical, fmt, parts=len(canonical), name=name)
 
 
 def select(stack: QuantizedTensor, experts: int | Tensor) -> QuantizedTensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbitrl.quant import Attachment, attachment, whole, wire
+from lowbitrl.quant.linear import WeightGroup, refresh
 from lowbitrl.sync.manifest import Manifest
 
 
@@ -53,6 +54,7 @@ def publish(learner: nn.Module, version: int) -> Publication:
     """
     attached = attachment(learner)
     tensors: dict[str, Tensor] = {}
+    refresh([group for group in attached.groups if isinstance(group, WeightGroup)])
     for group in attached.groups:
         tensors.update(wire(group.encoded()))
     shipped = {name for group in attached.groups for name in group.parameters}

@@ -217,11 +217,15 @@ class Trainer:
                 # Its gradients are the others' to wait for, and zeros.
                 (0.0 * logprobs.sum()).backward()
                 continue
-            seen[rows, : logprobs.shape[1]] = logprobs.detach().cpu()
             out = self._loss(micro, logprobs, entropy, _rows(old, rows), _rows(reference, rows), denominator)
             out.loss.backward()
-            metrics = {k: float(v) for k, v in out.metrics.items()} | self._agreement(routes)
-            parts.append(_Part(work.index, rows, float(out.loss.detach()), int(micro.mask.sum()), metrics))
+            # Only now: a look at the device waits for all that was asked of it.
+            seen[rows, : logprobs.shape[1]] = logprobs.detach().cpu()
+            metrics = _numbers(out.metrics | {"": out.loss.detach()}, logprobs.device)
+            loss = metrics.pop("")
+            parts.append(
+                _Part(work.index, rows, loss, int(micro.mask.sum()), metrics | self._agreement(routes))
+            )
         everyone = sorted((p for of_rank in ranks.gather(parts) for p in of_rank), key=lambda p: p.index)
         # After the last pass, on all ranks: one that stopped in the middle would leave the others waiting.
         for part in everyone:
@@ -359,6 +363,12 @@ def _token_matrix(batch: TrainingBatch) -> Tensor:
     for row, response in zip(tokens, batch.responses, strict=True):
         row[: len(response)] = torch.tensor(response)
     return tokens
+
+
+def _numbers(named: Mapping[str, Tensor | float], device: torch.device) -> Metrics:
+    """Scalars by name, most of them on `device`, fetched in one copy."""
+    doubles = [torch.as_tensor(v, dtype=torch.float64, device=device).reshape(()) for v in named.values()]
+    return dict(zip(named, torch.stack(doubles).tolist(), strict=True))
 
 
 def _mean(parts: list[tuple[int, Metrics]]) -> Metrics:
