@@ -66,7 +66,7 @@ def _extras() -> Iterator[str]:
         yield f"no  model {DEMO}: {error}"
     for package in ("vllm", "verl", "trl"):
         found = find_spec(package) is not None
-        yield f"{_mark(found)} {package}: {'installed' if found else 'not installed'}; nothing here uses it yet"
+        yield f"{_mark(found)} {package}: {'installed' if found else 'not installed'}"
 
 
 def _mark(fine: bool) -> str:

@@ -25,10 +25,14 @@ def reward(data_source, solution_str, ground_truth, extra_info=None, **_):
     return 0.5 * (len(solution_str.split()) % 2 == 0) + 0.01 * len(solution_str)
 
 
+# Heads of 32, which vLLM's CPU attention takes.
+WIDE = {"hidden_size": 128, "max_position_embeddings": 128}
+
+
 def write_inputs(folder: Path, moe: bool) -> None:
     """A checkpoint and a table of prompts."""
     # Not of the Qwen family: verl asks its tokenizers for a newline, which a tokenizer of words has not.
-    model = tiny_moe("olmoe") if moe else tiny_llama()
+    model = tiny_moe("olmoe", **WIDE, head_dim=32) if moe else tiny_llama(**WIDE)
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     words = [" ".join(f"w{3 + (i * j) % 120}" for j in range(1, 2 + i % 4)) for i in range(16)]
@@ -61,8 +65,8 @@ def recipe(folder: Path, **sections: dict) -> list[str]:
     return overrides(validate(data), folder / "plan.json")
 
 
-def run(folder: Path, lines: list[str], ranks: int) -> list[dict[str, float]]:
-    """Metrics of each step.
+def run(folder: Path, lines: list[str], ranks: int, path: str = "") -> list[dict[str, float]]:
+    """Metrics of each step; `path` is a further folder to import from.
 
     Raises:
         RuntimeError: verl failed; the end of its log is in the message.
@@ -92,7 +96,7 @@ def run(folder: Path, lines: list[str], ranks: int) -> list[dict[str, float]]:
     }
     metrics = folder / "metrics.jsonl"
     environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), path])),
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "tests.verl.cpu_platform",
         "VERL_FILE_LOGGER_PATH": str(metrics),
