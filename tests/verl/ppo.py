@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lowbitrl.config import validate
 from lowbitrl.integrations.verl.overrides import overrides
 from tests.conftest import tiny_llama
 from tests.moe_models import tiny_moe
-from tests.tiny_run import tokenizer
+from tests.tiny_run import CHAT
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
@@ -29,12 +31,27 @@ def reward(data_source, solution_str, ground_truth, extra_info=None, **_):
 WIDE = {"hidden_size": 128, "max_position_embeddings": 128}
 
 
+def write_tokenizer(folder: Path) -> None:
+    """126 words, and the two tokens that verl asks tokenizers of Qwen models for."""
+    words = [*(f"w{i}" for i in range(126)), "\n", "<|im_end|>"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+        pad_token="w2",
+        extra_special_tokens=words[126:],
+        chat_template=CHAT,
+    ).save_pretrained(folder)
+
+
 def write_inputs(folder: Path, moe: bool) -> None:
     """A checkpoint and a table of prompts."""
-    # Not of the Qwen family: verl asks its tokenizers for a newline, which a tokenizer of words has not.
-    model = tiny_moe("olmoe", **WIDE, head_dim=32) if moe else tiny_llama(**WIDE)
+    model = tiny_moe("qwen3_moe", **WIDE, head_dim=32) if moe else tiny_llama(**WIDE)
     model.save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    write_tokenizer(folder / "model")
     words = [" ".join(f"w{3 + (i * j) % 120}" for j in range(1, 2 + i % 4)) for i in range(16)]
     rows = [
         {

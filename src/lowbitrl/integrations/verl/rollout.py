@@ -75,7 +75,9 @@ class Server:
         sampling = self.waiting[0][1]
         batch = [entry for entry in self.waiting if entry[1] == sampling]
         self.waiting = [entry for entry in self.waiting if entry[1] != sampling]
-        seeds = [prompt_seed(self.config.seed, self.replica, self.asked + i) for i in range(len(batch))]
+        seeds = [
+            prompt_seed(self.config.seed, self.replica, self.steps, self.asked + i) for i in range(len(batch))
+        ]
         self.asked += len(batch)
         prompts = [prompt for prompt, _, _ in batch]
         try:
@@ -117,7 +119,7 @@ class Server:
         arrivals, self.arrivals = self.arrivals, Arrivals()
         async with self.busy:
             self.engine.update(arrivals.tensors.items(), arrivals.manifest())
-        self.steps = steps
+        self.steps, self.asked = steps, 0
 
     async def nothing(self, *_: Any, **__: Any) -> None:
         """Memory and caches: the engine holds none between calls."""
