@@ -12,7 +12,7 @@ import lowbitrl
 ROOT = Path(lowbitrl.__file__).parent
 # From the ground up; a package may import itself and what stands before it.
 LAYERS = [
-    ("formats", "imports"),
+    ("formats", "imports", "watch"),
     ("kernels",),
     ("quant",),
     ("objectives",),
@@ -29,7 +29,7 @@ LAYERS = [
     ("diagnose",),
     ("faults",),
     ("assemble", "collect"),
-    ("loop",),
+    ("loop", "supervise"),
     ("bench", "compare", "demo", "doctor", "export", "settings"),
     ("experiment",),
     ("integrations",),

@@ -29,9 +29,11 @@ from lowbitrl.quant import (
     restore_scales,
     static_scales,
 )
-from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.rollout.embedded import EmbeddedEngine, stop_tokens
 from lowbitrl.rollout.engine import Sampler
 from lowbitrl.rollout.vllm.engine import VllmEngine
+from lowbitrl.rollout.vllm.process import flags
+from lowbitrl.rollout.vllm.server import VllmServer, VllmServerEngine
 from lowbitrl.runs import RunFolder, environment
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
@@ -39,8 +41,10 @@ from lowbitrl.tasks import RewardsConfig, Task, check_lengths, make_task
 from lowbitrl.trainer import Trainer, checkpoint
 from lowbitrl.trainer.batch import ModelInput, arrange, micro_batches
 from lowbitrl.trainer.logprobs import response_logprobs
+from lowbitrl.watch import Watch
 
 Say = Callable[[str], None]
+Engines = EmbeddedEngine | VllmEngine | VllmServerEngine
 UNMOVED_UPDATES = 5
 
 
@@ -57,13 +61,14 @@ class Parts:
     task: Task
     plan: Plan
     trainer: Trainer
-    engine: EmbeddedEngine | VllmEngine
+    engine: Engines
     sampler: Sampler
     sentinel: Sentinel
     published: Publication
     saver: checkpoint.Saver
     drawn: int
     unmoved: int = 0
+    watch: Watch = field(default_factory=lambda: Watch(0, Path()))
     known_faults: set[str] = field(default_factory=set)
     news: list[str] = field(default_factory=list)
 
@@ -71,11 +76,25 @@ class Parts:
         """Encode once, serve the same bytes, compare both sides."""
         published = _publish(self.trainer.model, version)
         changed = changed_codes(self.published, published)
-        self.engine.update(published.stream(), published.manifest)
-        self.published = published
-        gap = self.sentinel.check(version, lambda: _blame(self))
+        with self.watch.over("an update of the engine"):
+            self.engine.update(published.stream(), published.manifest)
+            self.published = published
+            gap = self.sentinel.check(version, lambda: _blame(self))
         self.unmoved = 0 if changed or not self.plan.by_parameter else self.unmoved + 1
         return {"quant/changed_codes": changed, "sync/sentinel": gap, "sync/version": float(version)}
+
+    def restarts(self) -> dict[str, float]:
+        """How often the engine was restarted since the last call, as a metric; each is told."""
+        losses: list[str] = []
+        if isinstance(self.engine, VllmServerEngine):
+            losses, self.engine.losses = self.engine.losses, losses
+        self.news += [f"engine restarted, its version given to it again: {why}" for why in losses]
+        return {"faults/engine_restarts": float(len(losses))}
+
+    def close(self) -> None:
+        """End what runs beside this process for the run's sake."""
+        if isinstance(self.engine, VllmServerEngine):
+            self.engine.close()
 
     def notices(self) -> list[str]:
         """What a person should be told once: first faults, and that updates have stopped reaching the rollout."""
@@ -157,7 +176,15 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     drawn = saved.state.get("drawn", start * config.rollout.prompts) if saved else 0
     saver = checkpoint.Saver(run.checkpoints, config.checkpoint.keep)
     sampler = engine if ranks.size() == 1 else SplitSampler(engine)
-    return Parts(tokenizer, task, plan, trainer, engine, sampler, sentinel, published, saver, drawn), start
+    watch = Watch(_silence(config), run.path / f"hang-{ranks.rank()}.txt")
+    return Parts(
+        tokenizer, task, plan, trainer, engine, sampler, sentinel, published, saver, drawn, watch=watch
+    ), start
+
+
+def _silence(config: RunConfig) -> float:
+    """Seconds after which this process counts as hung; a server is timed out and restarted by its engine."""
+    return 0.0 if config.rollout.engine == "vllm-server" else config.rollout.timeout
 
 
 def _publish(learner: PreTrainedModel, version: int) -> Publication:
@@ -208,27 +235,40 @@ def _engine(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     say: Say,
-) -> EmbeddedEngine | VllmEngine:
+) -> Engines:
     """The rollout side; it serves nothing before the first update."""
     options = config.rollout
-    if options.engine == "vllm" and ranks.joined():
+    if options.engine != "embedded" and ranks.joined():
         raise ValueError(
-            "rollout.engine='vllm' runs inside one process, and torchrun started several that train together; use "
-            "engine='embedded', which samples on every rank"
+            f"rollout.engine={options.engine!r} is fed by one process, and torchrun started several that train "
+            "together; use engine='embedded', which samples on every rank"
         )
     if options.engine == "embedded":
         rollout, _ = load_model(config.model.name, config.model.dtype, device)
         _prepare_rollout(config, rollout, plan, say)
         return EmbeddedEngine(rollout, options.scheduler, options.max_batch, options.record_routing)
-    if config.model.name != DEMO:
-        engine = VllmEngine(config.model.name, plan, config.model.dtype, **options.vllm)
+    source, folder = config.model.name, tempfile.TemporaryDirectory()
+    if source == DEMO:
+        source = folder.name
+        learner.save_pretrained(source)
+        tokenizer.save_pretrained(source)
+    if options.engine == "vllm":
+        engine = VllmEngine(source, plan, config.model.dtype, **options.vllm)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            learner.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            engine = VllmEngine(folder, plan, config.model.dtype, **options.vllm)
+        engine = _served(config, plan, learner, source)
+    # As long as the engine: a server reads it again when it is restarted.
+    engine.source = folder
     say(engine.summary())
     return engine
+
+
+def _served(config: RunConfig, plan: Plan, learner: PreTrainedModel, source: str) -> VllmServerEngine:
+    options = config.rollout
+    devices = {} if options.vllm_devices is None else {"CUDA_VISIBLE_DEVICES": options.vllm_devices}
+    server = VllmServer(source, plan, config.model.dtype, flags(options.vllm), environment=devices)
+    # 0 waits for ever, which a socket calls None.
+    seconds = options.timeout or None
+    return VllmServerEngine(server, plan, stop_tokens(learner), seconds=seconds, restarts=options.restarts)
 
 
 def _prepare_rollout(config: RunConfig, model: PreTrainedModel, recipe: Recipe | Plan, say: Say) -> Plan:
@@ -300,7 +340,7 @@ def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> che
 
 def _blame(parts: Parts) -> str:
     engine = parts.engine
-    if isinstance(engine, VllmEngine):
+    if not isinstance(engine, EmbeddedEngine):
         return "vLLM verified the bytes it took; score the same recipe with rollout.engine='embedded' for the layer"
     served = {f"{n}.{k}": t for n, q in engine.encoded().items() for k, t in q.tensors().items()}
     served |= dict(engine.model.named_parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="""Low-bit rollouts for reinforcement learning of language models.
 
-    Exit codes: 0 done; 1 the run went wrong; 2 something to mend in what was asked. Start with `lowbitrl demo`,
+    Exit codes: 0 done; 1 the run went wrong; 2 something to mend in what was asked; 3 an engine hung. Start
+    with `lowbitrl demo`,
     `lowbitrl plan demo --recipe recipes/quads.toml` or `lowbitrl doctor`.""",
 )
 console = Console(soft_wrap=True)
@@ -33,19 +35,26 @@ def train(
     context: typer.Context,
     recipe: RecipeFile,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")] = False,
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="run in a process of its own, resumed so often if it is killed or hangs"),
+    ] = 0,
 ) -> None:
     """Run a recipe. Any setting can be overridden: --trainer.steps 50 --recipe.residual 1.0.
 
     On several GPUs: torchrun --nproc-per-node 2 -m lowbitrl train recipe.toml.
     """
     from lowbitrl.config import load_config
-    from lowbitrl.diagnose.report import write_report
     from lowbitrl.distributed import ranks
+
+    if restarts:
+        raise SystemExit(_supervised(recipe, context.args, resume, restarts))
+    from lowbitrl.diagnose.report import write_report
     from lowbitrl.loop import train as run
 
     with ranks.together():
         config = load_config(recipe, context.args)
-        folder = run(config, resume, say=_say)
+        folder = run(config, resume or _restarted(Path(config.out)), say=_say)
         if ranks.is_first():
             _say(f"report {write_report([folder])}")
 
@@ -340,6 +349,24 @@ def doctor() -> None:
 
     for line in diagnose_machine():
         console.print(line, highlight=False)
+
+
+def _supervised(recipe: Path, overrides: list[str], resume: bool, restarts: int) -> int:
+    from lowbitrl.config import load_config
+    from lowbitrl.supervise import supervise
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "--restarts under torchrun: torchrun restarts its processes itself, with --max-restarts"
+        )
+    command = [sys.executable, "-m", "lowbitrl", "train", str(recipe), *overrides]
+    out = Path(load_config(recipe, overrides).out)
+    return supervise([*command, "--resume"] if resume else command, out, restarts, _say)
+
+
+def _restarted(folder: Path) -> bool:
+    """Whether torchrun has started these processes again (--max-restarts), after a run had begun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (folder / "config.json").is_file()
 
 
 def _say(line: str) -> None:

@@ -31,7 +31,17 @@ from lowbitrl.tracking import TrackingConfig
 from lowbitrl.trainer.config import ObjectiveConfig, TrainerConfig
 from lowbitrl.trainer.optim import OptimizerConfig
 
-COMMAND_OPTIONS = ("resume", "recipe", "checkpoint", "out", "layout", "calibration", "seeds", "jobs")
+COMMAND_OPTIONS = (
+    "resume",
+    "restarts",
+    "recipe",
+    "checkpoint",
+    "out",
+    "layout",
+    "calibration",
+    "seeds",
+    "jobs",
+)
 """Of the commands that take overrides: what a mistyped option may have meant."""
 
 
@@ -76,9 +86,14 @@ class RolloutConfig(_Section):
         keep: completions written to the run folder each step.
         most_lost: share of a step's completions that may be lost (logits not finite, given up by the engine, without
             a token; they leave their groups and are counted under `faults/`); more stop the run.
-        engine: "embedded", or "vllm" in this process (docs/vllm.md); the settings of the embedded
-            engine above then have no say.
-        vllm: further arguments of vLLM's LLM, such as {max_model_len = 2048}.
+        engine: "embedded", "vllm" in this process, or "vllm-server" in a process of its own (docs/vllm.md); the
+            settings of the embedded engine above then have no say.
+        vllm: further arguments of vLLM's LLM, or flags of its server, such as {max_model_len = 2048}.
+        vllm_devices: CUDA_VISIBLE_DEVICES of a server; unset shares those of this process.
+        timeout: seconds of silence after which an engine counts as hung; 0 waits for ever. A server that keeps a
+            request for longer is restarted; an engine in this process that moves no token for longer ends the
+            process with code 3, to be resumed (`train --restarts`).
+        restarts: of a server, in one call; the next loss stops the run.
     """
 
     prompts: int = Field(default=16, ge=1)
@@ -93,14 +108,21 @@ class RolloutConfig(_Section):
     kernels: Kernels = "learner"
     keep: int = Field(default=8, ge=0)
     most_lost: float = Field(default=0.5, ge=0, le=1)
-    engine: Literal["embedded", "vllm"] = "embedded"
+    engine: Literal["embedded", "vllm", "vllm-server"] = "embedded"
     vllm: dict[str, Any] = Field(default_factory=dict)
+    vllm_devices: str | None = Field(default=None, pattern=r"^\d+(,\d+)*$")
+    timeout: float = Field(default=600.0, ge=0)
+    restarts: int = Field(default=3, ge=0)
 
     @model_validator(mode="after")
     def _engine_can(self) -> RolloutConfig:
-        if self.vllm and self.engine != "vllm":
+        if self.vllm and self.engine == "embedded":
             raise ValueError(f"vllm={self.vllm} is for engine='vllm', but engine is {self.engine!r}")
-        if self.record_routing and self.engine == "vllm":
+        if self.vllm_devices is not None and self.engine != "vllm-server":
+            raise ValueError(
+                f"vllm_devices={self.vllm_devices!r} is for engine='vllm-server', but engine is {self.engine!r}"
+            )
+        if self.record_routing and self.engine != "embedded":
             raise ValueError("record_routing=true: vLLM hands out no routes here; use engine='embedded'")
         if self.kernels == "low-bit" and self.engine == "vllm":
             raise ValueError("kernels='low-bit' is the embedded engine's; vLLM has kernels of its own")

@@ -49,6 +49,7 @@ def _train(config: RunConfig, resume: bool, say: Say) -> Path:
         ExitStack() as stack,
     ):
         parts, start = assemble(config, task, run, resume, say)
+        stack.callback(parts.close)
         settings = config.model_dump(mode="json")
         if ranks.is_first():
             run.listeners += stack.enter_context(trackers(config.tracking, run.path, start, settings))
@@ -92,7 +93,8 @@ def _step(config: RunConfig, parts: Parts, run: RunFolder, step: int) -> Metrics
     """One turn: sample, reward, update, publish, watch."""
     clock = _Clock()
     in_reward = config.objective.kl_coef > 0 and config.objective.kl_in == "reward"
-    samples = collect.sample(config, parts.sampler, parts.task, parts.tokenizer, step, parts.drawn)
+    with parts.watch.over("sampling"):
+        samples = collect.sample(config, parts.sampler, parts.task, parts.tokenizer, step, parts.drawn)
     parts.drawn = samples.consumed
     clock.lap("gen")
     parts.news += samples.faults.news(parts.known_faults)
@@ -102,7 +104,7 @@ def _step(config: RunConfig, parts: Parts, run: RunFolder, step: int) -> Metrics
     clock.lap("update")
     metrics |= parts.publish(step + 1)
     clock.lap("publish")
-    metrics |= _evaluation(config, parts, step + 1)
+    metrics |= _evaluation(config, parts, step + 1) | parts.restarts()
     clock.lap("eval")
     run.log_rollouts(step, collect.rows(samples, config.rollout.keep))
     tokens = sum(len(c.token_ids) for c in samples.completions)
@@ -120,16 +122,17 @@ def _evaluation(config: RunConfig, parts: Parts, done: int) -> Metrics:
     every = config.evaluation.every
     if not every or (done % every and done != config.trainer.steps):
         return {}
-    result = evaluate(
-        parts.sampler,
-        parts.task,
-        parts.tokenizer,
-        count=config.evaluation.count or parts.task.held_out_count,
-        n=config.evaluation.samples,
-        sampling=config.rollout.sampling(),
-        k=config.evaluation.k,
-        seed=config.seed,
-    )
+    with parts.watch.over("an evaluation"):
+        result = evaluate(
+            parts.sampler,
+            parts.task,
+            parts.tokenizer,
+            count=config.evaluation.count or parts.task.held_out_count,
+            n=config.evaluation.samples,
+            sampling=config.rollout.sampling(),
+            k=config.evaluation.k,
+            seed=config.seed,
+        )
     return result.metrics()
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import itertools
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,3 +71,24 @@ def kill_myself() -> None:
     """What `kill -9` of this process does, and nothing after it runs."""
     os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
+
+
+def hang() -> None:
+    """Never go on."""
+    threading.Event().wait()
+
+
+def instead(place: str, at: int, what: Callable[[], None]) -> None:
+    """Make call number `at` of `module:attribute.function` do `what` in place of its work."""
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    real, count = getattr(owner, name), itertools.count()
+
+    @functools.wraps(real)
+    def wrapped(*arguments, **options):
+        if next(count) == at:
+            what()
+        return real(*arguments, **options)
+
+    setattr(owner, name, wrapped)

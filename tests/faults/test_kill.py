@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import itertools
 import random
 import shutil
 import signal
@@ -13,7 +11,7 @@ import time
 import pytest
 
 from lowbitrl.runs import RunFolder
-from tests.faults.killing import finish, kill_myself, lasting, lost_steps, start
+from tests.faults.killing import finish, instead, kill_myself, lasting, lost_steps, start
 
 SECTIONS = {
     "trainer": {"steps": 6},
@@ -36,7 +34,7 @@ def undisturbed(tmp_path_factory):
     return folder, lasting(folder / "whole"), time.monotonic() - began
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(undisturbed, kills):
     folder, whole, seconds = undisturbed
     moments = random.Random(kills)
@@ -56,22 +54,6 @@ def test_killed_at_random_moments(undisturbed, kills):
     assert max(fell) <= 1
 
 
-def dying(place, at):
-    """Kill the process at call number `at` of `module:attribute.function`, before what it does."""
-    module, _, path = place.partition(":")
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    real, count = getattr(owner, name), itertools.count()
-
-    @functools.wraps(real)
-    def wrapped(*arguments, **options):
-        if next(count) == at:
-            kill_myself()
-        return real(*arguments, **options)
-
-    setattr(owner, name, wrapped)
-
-
 def half_a_line(self, record):
     with self.metrics_file.open("a") as file:
         file.write('{"step": 3, "reward')
@@ -85,17 +67,19 @@ def in_log():
 
 
 MOMENTS = {
-    "sampling": functools.partial(dying, "lowbitrl.collect:sample", 3),
-    "learning": functools.partial(dying, "lowbitrl.trainer:Trainer.update", 3),
-    "publishing": functools.partial(dying, "lowbitrl.rollout.embedded:EmbeddedEngine.update", 4),
-    "evaluating": functools.partial(dying, "lowbitrl.loop:evaluate", 2),
+    "sampling": functools.partial(instead, "lowbitrl.collect:sample", 3, kill_myself),
+    "learning": functools.partial(instead, "lowbitrl.trainer:Trainer.update", 3, kill_myself),
+    "publishing": functools.partial(
+        instead, "lowbitrl.rollout.embedded:EmbeddedEngine.update", 4, kill_myself
+    ),
+    "evaluating": functools.partial(instead, "lowbitrl.loop:evaluate", 2, kill_myself),
     "logging": in_log,
-    "first-rename": functools.partial(dying, "os:replace", 0),
-    "second-rename": functools.partial(dying, "os:replace", 1),
-    "later-rename": functools.partial(dying, "os:replace", 6),
-    "first-flush": functools.partial(dying, "os:fsync", 0),
-    "later-flush": functools.partial(dying, "os:fsync", 12),
-    "deleting": functools.partial(dying, "shutil:rmtree", 5),
+    "first-rename": functools.partial(instead, "os:replace", 0, kill_myself),
+    "second-rename": functools.partial(instead, "os:replace", 1, kill_myself),
+    "later-rename": functools.partial(instead, "os:replace", 6, kill_myself),
+    "first-flush": functools.partial(instead, "os:fsync", 0, kill_myself),
+    "later-flush": functools.partial(instead, "os:fsync", 12, kill_myself),
+    "deleting": functools.partial(instead, "shutil:rmtree", 5, kill_myself),
 }
 
 

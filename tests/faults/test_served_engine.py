@@ -14,12 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lowbitrl.loop import train
 from lowbitrl.rollout import Sampling
 from lowbitrl.rollout.vllm import server as module
 from lowbitrl.rollout.vllm.process import Server, flags, free_port, is_healthy
 from lowbitrl.rollout.vllm.server import EngineLostError, VllmServerEngine
 from lowbitrl.sync.manifest import Manifest
+from tests.faults.killing import lasting
 from tests.faults.test_rewards import gone
+from tests.tiny_run import config
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 PLAN = SimpleNamespace(digest="0f3a")
@@ -38,8 +41,8 @@ def fake(tmp_path):
     file = tmp_path / "orders.json"
     servers = []
 
-    def start():
-        command = [sys.executable, "-S", str(FAKE), PLAN.digest, str(file)]
+    def start(digest=PLAN.digest):
+        command = [sys.executable, "-S", str(FAKE), digest, str(file)]
         servers.append(Server(lambda port: [*command, "--port", str(port)], seconds=20))
         return servers[-1]
 
@@ -170,6 +173,31 @@ def test_it_never_outlives_its_owner(tmp_path, end):
         process.kill()
     assert process.wait(30) == (-signal.SIGKILL if end == "killed" else 0)
     assert gone(list(map(int, file.read_text().split())), seconds=30)
+
+
+@pytest.mark.parametrize(
+    "orders", [[["hang", "complete", 20]], [["exit", "complete", 40], ["exit", "update", 0]]]
+)
+def test_a_run_counts_restarts_and_ends_with_the_same_metrics(fake, tmp_path, monkeypatch, orders):
+    """A whole run on served rollouts: lost completions and updates change nothing but the count of restarts."""
+    monkeypatch.setattr(
+        "lowbitrl.assemble.VllmServer", lambda source, plan, *_, **__: fake.start(plan.digest)
+    )
+    sections = {
+        "rollout": {"engine": "vllm-server", "timeout": 0.8},
+        "sentinel": {"sequences": 0},
+        "trainer": {"steps": 3},
+        "evaluation": {"every": 0},
+    }
+    whole = lasting(train(config(tmp_path, "whole", **sections), say=lambda line: None))
+    fake.orders(*orders)
+    said = []
+    part = lasting(train(config(tmp_path, "part", **sections), say=said.append))
+    counts = [line.pop("faults/engine_restarts", 0) for line in part]
+    assert sum(counts) == len(orders)
+    assert part == [{k: v for k, v in line.items() if k != "faults/engine_restarts"} for line in whole]
+    assert sum("engine restarted, its version given to it again: " in line for line in said) == len(orders)
+    assert whole[-1]["actor/grad_norm"] > 0
 
 
 def test_flags_and_ports():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lowbitrl.tasks.config import RewardsConfig
 from lowbitrl.tasks.pool import RewardPool, Work
 from lowbitrl.tasks.rewards import Failure, RewardError, call_reward, import_reward
+from lowbitrl.watch import beat
 
 
 class Judge:
@@ -48,6 +49,7 @@ class Judge:
 
     def _here(self, completion: str, prompt: dict) -> float | Failure:
         assert self._function is not None
+        beat()
         try:
             return call_reward(self.spec, self._function, completion, prompt)
         except RewardError as error:

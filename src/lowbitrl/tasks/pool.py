@@ -26,6 +26,7 @@ from lowbitrl.tasks.limits import UNREPEATED, Limits, kind_of_end, name_of_end
 from lowbitrl.tasks.rewards import Failure, RewardError, where
 from lowbitrl.tasks.template import START_SECONDS, Template
 from lowbitrl.tasks.worker import LENGTH, outcome_of
+from lowbitrl.watch import beat
 
 Work = tuple[str, dict[str, Any]]
 """A completion and the prompt that its reward is given."""
@@ -101,6 +102,7 @@ class RewardPool:
         round_ = _Round(work, chunk, deque(range(len(work))))
         rebuilds = 0
         while len(round_.results) < len(work):
+            beat()
             try:
                 self._hand_out(round_)
                 self._listen(round_)

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lowbitrl.quant import attachment, real_tokens, routing
 from lowbitrl.rollout.embedded.sampler import sample
 from lowbitrl.rollout.types import Sampling
+from lowbitrl.watch import beat
 
 COMPACT_SHARE = 0.25
 
@@ -71,6 +72,7 @@ def decode(
     alive = torch.arange(len(rows))
     stop_ids = torch.tensor(list(stop), device=model.device)
     for step in range(sampling.max_tokens):
+        beat()
         tokens, logprobs, total = sample(logits, sampling.temperature, uniform[alive, step].to(model.device))
         _record(rows, alive, tokens, logprobs, torch.isin(tokens, stop_ids), torch.isfinite(total))
         running = torch.tensor([not rows[i].ended for i in alive.tolist()])

@@ -17,6 +17,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from lowbitrl.quant import real_tokens
 from lowbitrl.rollout.embedded.batch import Decoded
 from lowbitrl.rollout.types import Sampling
+from lowbitrl.watch import beat
 
 PAGE = 32
 # Named block_size before transformers 5.17 or so; the later ones warn about that name.
@@ -41,9 +42,11 @@ def decode_continuous(
     # Forked, so that sampling leaves the process's own generator where it was.
     with torch.random.fork_rng(), real_tokens(model, None):
         torch.manual_seed(seed % 2**63)
+        living = model.register_forward_pre_hook(lambda *_: beat())
         try:
             results = _run(model, [list(p) for p in prompts for _ in range(n)], sampling, stop)
         finally:
+            living.remove()
             model.set_attn_implementation(attention)
     if len(results) != len(prompts) * n or any(r.error is not None for r in results):
         failed = next((r.error for r in results if r.error is not None), "requests missing")

@@ -205,11 +205,7 @@ class EmbeddedEngine:
     def _stop(self, sampling: Sampling) -> tuple[int, ...]:
         if sampling.stop_token_ids:
             return sampling.stop_token_ids
-        own = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        own = self.model.config.eos_token_id if own is None else own
-        if own is None:
-            raise ValueError("the model names no end-of-sequence token; set Sampling.stop_token_ids")
-        return (own,) if isinstance(own, int) else tuple(own)
+        return stop_tokens(self.model)
 
     def _completion(self, prompt: int, sample: int, row: Decoded) -> Completion:
         reason = "nonfinite" if row.broken else "stop" if row.stopped else "length"
@@ -232,6 +228,15 @@ class EmbeddedEngine:
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens={sampling.max_tokens} it passes "
                     f"the model's {limit} positions: shorten it or lower max_tokens"
                 )
+
+
+def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """What ends a completion of this model. Raises ValueError if it names nothing."""
+    own = model.generation_config.eos_token_id if model.generation_config else None
+    own = model.config.eos_token_id if own is None else own
+    if own is None:
+        raise ValueError("the model names no end-of-sequence token; set Sampling.stop_token_ids")
+    return (own,) if isinstance(own, int) else tuple(own)
 
 
 def _replace(parameter: torch.nn.Parameter, value: Tensor) -> None:

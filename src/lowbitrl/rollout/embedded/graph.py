@@ -23,6 +23,7 @@ from lowbitrl.quant import attachment, real_tokens
 from lowbitrl.rollout.embedded.batch import Decoded, cache_argument, pad_left, prefill
 from lowbitrl.rollout.embedded.sampler import sample
 from lowbitrl.rollout.types import Sampling
+from lowbitrl.watch import beat
 
 LOOK = 8
 COLUMNS = 32  # buffer lengths are multiples of this, so that few graphs serve many prompts
@@ -202,6 +203,7 @@ class GraphDecoder:
             if done % LOOK == 0 and not bool(step.running.any()):
                 break
             step()
+            beat()
         return _rows(step, stop)
 
     def _step(

@@ -36,6 +36,7 @@ from lowbitrl.rollout.vllm.requests import (
 from lowbitrl.rollout.vllm.sealed import manifest_data
 from lowbitrl.rollout.vllm.sending import BUCKET_BYTES, send
 from lowbitrl.sync.manifest import Manifest
+from lowbitrl.watch import beat
 
 EXTENSION = "lowbitrl.rollout.vllm.transfer.WorkerExtension"
 
@@ -71,11 +72,13 @@ class VllmEngine:
         self.plan = plan
         self.version = -1
         self.bucket_bytes = bucket_bytes
+        self.source: object = None  # what must live as long as this engine: a folder that it was loaded from
         self._spread = options.get("tensor_parallel_size", 1) > 1
         with _undisturbed():
             from vllm import LLM
 
             self.llm = LLM(model=str(model), dtype=dtype, **(_options(plan) | options))
+        _beating(self.llm.llm_engine)
         self._eos = _stop_tokens(self.llm)
         self.llm.init_weight_transfer_engine({"init_info": {"digest": plan.digest}})
         self.report: dict[str, Any] = self.llm.collective_rpc("lowbitrl_report")[0]
@@ -224,6 +227,17 @@ def _options(plan: Plan) -> dict[str, Any]:
         "disable_log_stats": True,
         **({} if torch.cuda.is_available() else CPU),
     }
+
+
+def _beating(engine: Any) -> None:
+    """A sign of life for every step of vLLM's loop."""
+    step = engine.step
+
+    def beating_step() -> Any:
+        beat()
+        return step()
+
+    engine.step = beating_step
 
 
 def _stop_tokens(llm: Any) -> tuple[int, ...]:

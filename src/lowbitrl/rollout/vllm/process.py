@@ -99,6 +99,8 @@ class Server:
 
 def _stop(process: subprocess.Popen[bytes], at_once: bool) -> None:
     assert process.stdin is not None
+    if process.stdin.closed:
+        return
     try:
         process.stdin.write(b"" if at_once else keeper.GENTLY)
         process.stdin.close()

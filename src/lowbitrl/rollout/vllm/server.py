@@ -107,7 +107,7 @@ class VllmServerEngine:
             hand, with the flags of `VllmServer`.
         stop_token_ids: what ends a completion where `Sampling` names none; the model's own.
         model: the name it is served by.
-        seconds: longest wait for the answer to a request.
+        seconds: longest wait for the answer to a request; None waits for ever.
         restarts: of a call; the next loss raises.
 
     Raises:
@@ -116,7 +116,7 @@ class VllmServerEngine:
 
     def __init__(
         self, server: Server | str, plan: Plan, stop_token_ids: Sequence[int], model: str = "policy",
-        bucket_bytes: int = BUCKET_BYTES, seconds: float = REQUEST_SECONDS, restarts: int = RESTARTS,
+        bucket_bytes: int = BUCKET_BYTES, seconds: float | None = REQUEST_SECONDS, restarts: int = RESTARTS,
     ) -> None:  # fmt: skip
         self.server = server if isinstance(server, Server) else None
         self.url = server.url if isinstance(server, Server) else server.rstrip("/")
@@ -124,7 +124,8 @@ class VllmServerEngine:
         self.seconds, self.restarts = seconds, restarts
         self.version = -1
         self.losses: list[str] = []
-        self._lost: set[str] = set()  # urls that nobody need wait for any more
+        self.source: object = None  # what must live as long as this engine: a folder that it was loaded from
+        self._lost: dict[str, str] = {}  # urls that nobody need wait for any more, and why
         self._eos = tuple(stop_token_ids)
         # References, no copies: a publication's tensors are never written to.
         self._served: tuple[dict[str, Tensor], Manifest] | None = None
@@ -233,7 +234,7 @@ class VllmServerEngine:
         assert self.server is not None
         self.server.restart()
         self.url = self.server.url
-        self._lost.discard(self.url)
+        self._lost.pop(self.url, None)
         try:
             self.report = self._meet()
         except ConnectionError as error:
@@ -276,7 +277,7 @@ class VllmServerEngine:
     def _post(self, route: str, body: dict[str, Any]) -> Any:
         url = self.url
         if url in self._lost:
-            raise EngineLostError(f"{url} was lost")
+            raise EngineLostError(self._lost[url])
         request = urllib.request.Request(
             url + route, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -295,8 +296,7 @@ class VllmServerEngine:
         return json.loads(text) if text else None
 
     def _loss(self, url: str, why: str) -> EngineLostError:
-        self._lost.add(url)
-        return EngineLostError(f"{url}{why}")
+        return EngineLostError(self._lost.setdefault(url, f"{url}{why}"))
 
 
 class _OverHttp:
