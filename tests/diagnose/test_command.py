@@ -168,3 +168,15 @@ def test_the_recommendation_on_smollm2_wins_on_the_same_tokens_scored_anew(tmp_p
             assert other.work >= best.work or gain.value < 0, other.name
     naive = next(c for c in rest if c.recipe.learner == "bf16" and not c.recipe.residual)
     assert best.mean.value < 0.25 * naive.mean.value
+
+
+def test_the_engine_samples_by_the_products_that_the_recipe_asks_for(go, folder):
+    (folder / "a.toml").write_text(
+        f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_rewards:even_words"\nheld_out = 4\n'
+        '[recipe]\nrollout = "nvfp4"\n[rollout]\nkernels = "low-bit"\n'
+    )
+    code, said = go(
+        "diagnose", folder / "model", "--recipes", folder / "a.toml", "--out", folder / "out", *SMALL
+    )
+    assert code
+    assert "kernels='low-bit' can't run here: the kernels run on CUDA" in " ".join(said.split())

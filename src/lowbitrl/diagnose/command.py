@@ -38,8 +38,8 @@ class Request:
 
     Attributes:
         recipe: diagnosed where `recipes` is empty.
-        recipes: TOML files; the first is diagnosed, all are candidates. Without `prompts` and `task`, the
-            first one's task gives the prompts.
+        recipes: TOML files; the first is diagnosed, by its rollout.kernels, all are candidates. Without
+            `prompts` and `task`, the first one's task gives the prompts.
         prompts: .jsonl, .parquet or .txt (one prompt a line). task: a reasoning-gym name.
     """
 
@@ -74,6 +74,8 @@ def run_diagnose(request: Request, config: DiagnoseConfig, device: torch.device,
     if request.engine == "vllm":
         found = engine_chain(request.model, recipe, ids, config, request.dtype, device, say)
         return write_chain(found, request.out, say)
+    if runs:
+        config = config.model_copy(update={"kernels": runs[0].rollout.kernels})
     found = diagnose(load, ids, recipe, config, [run.recipe for run in runs[1:]], say)
     found["setup"] = {
         "model": request.model,

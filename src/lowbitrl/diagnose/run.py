@@ -21,6 +21,7 @@ from lowbitrl.diagnose.experts import routing_term
 from lowbitrl.diagnose.lab import Drawn, Lab, Load
 from lowbitrl.diagnose.statistics import bootstrap
 from lowbitrl.quant import Recipe, attachment, prepare
+from lowbitrl.quant.recipe import Kernels
 from lowbitrl.rollout import Sampling
 from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.sync.publisher import publish
@@ -41,6 +42,7 @@ class DiagnoseConfig(BaseModel):
             leaves a part out.
         keep_steps: layers the greedy search may keep in BF16.
         learner_attention / rollout_attention: two kernels, as two engines have.
+        kernels: products of the engine that samples, `rollout.kernels`; those of "low-bit" are in the engine's term.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,6 +59,7 @@ class DiagnoseConfig(BaseModel):
     keep_steps: int = Field(default=3, ge=1)
     learner_attention: str = "eager"
     rollout_attention: str = "sdpa"
+    kernels: Kernels = "learner"
 
 
 @dataclass
@@ -162,7 +165,7 @@ def both_sides(load: Load, recipe: Recipe, config: DiagnoseConfig) -> tuple[PreT
     """A learner and an engine that took its published bytes, as at the start of a run."""
     learner, rollout = load(config.rollout_attention, None), load(config.rollout_attention, None)
     plan = prepare(learner, recipe, "learner")
-    prepare(rollout, plan, "rollout")
+    prepare(rollout, plan, "rollout", kernels=config.kernels)
     routed = bool(attachment(rollout).routing.names)
     engine = EmbeddedEngine(rollout, "batch", config.max_batch, record_routing=routed)
     published = publish(learner, 0)
