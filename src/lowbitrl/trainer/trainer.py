@@ -74,7 +74,7 @@ class Trainer:
         self.reference = _frozen_copy(model) if objective.kl_coef else None
         # Dropout would make the learner another policy than the one that is published; train mode
         # only switches checkpointing on.
-        _refuse_dropout(model)
+        refuse_dropout(model)
         model.train(config.gradient_checkpointing)
         if config.gradient_checkpointing:
             _enable_checkpointing(model)
@@ -329,7 +329,8 @@ def _own_choice(batch: TrainingBatch) -> None:
     """No routes: the routers choose."""
 
 
-def _refuse_dropout(model: PreTrainedModel) -> None:
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """ValueError where the model's config asks for noise in training; names the setting."""
     for field in ("attention_dropout", "hidden_dropout", "resid_pdrop", "dropout", "router_jitter_noise"):
         value = getattr(model.config, field, 0) or 0
         if value:
