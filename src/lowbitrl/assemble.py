@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lowbitrl.config import RunConfig, validate
 from lowbitrl.distributed import ranks
 from lowbitrl.distributed.sharding import device_of, whole_pass
+from lowbitrl.distributed.shipping import ship
 from lowbitrl.distributed.split import SplitSampler
 from lowbitrl.evaluation import Evaluation, evaluate
 from lowbitrl.models import DEMO, load_model
@@ -35,6 +36,7 @@ from lowbitrl.rollout.vllm.engine import VllmEngine
 from lowbitrl.rollout.vllm.process import flags
 from lowbitrl.rollout.vllm.server import VllmServer, VllmServerEngine
 from lowbitrl.runs import RunFolder, environment
+from lowbitrl.sync.manifest import Manifest
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
 from lowbitrl.tasks import RewardsConfig, Task, check_lengths, make_task
@@ -64,7 +66,7 @@ class Parts:
     engine: Engines
     sampler: Sampler
     sentinel: Sentinel
-    published: Publication
+    served: Served
     saver: checkpoint.Saver
     drawn: int
     unmoved: int = 0
@@ -74,11 +76,8 @@ class Parts:
 
     def publish(self, version: int) -> dict[str, float]:
         """Encode once, serve the same bytes, compare both sides."""
-        published = _publish(self.trainer.model, version)
-        changed = changed_codes(self.published, published)
         with self.watch.over("an update of the engine"):
-            self.engine.update(published.stream(), published.manifest)
-            self.published = published
+            self.served, changed = serve(self.trainer.model, self.engine, version, self.served)
             gap = self.sentinel.check(version, lambda: _blame(self))
         self.unmoved = 0 if changed or not self.plan.by_parameter else self.unmoved + 1
         return {"quant/changed_codes": changed, "sync/sentinel": gap, "sync/version": float(version)}
@@ -162,8 +161,7 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     if not saved:
         for model in _static_models(trainer):
             _calibrate(config, task, tokenizer, model)
-    published = _publish(learner, start)
-    engine.update(published.stream(), published.manifest)
+    served, _ = serve(learner, engine, start)
     watched = task.prompts("held_out", 0, min(config.sentinel.sequences, task.held_out_count))
     sentinel = Sentinel(
         config.sentinel,
@@ -178,7 +176,7 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     sampler = engine if ranks.size() == 1 else SplitSampler(engine)
     watch = Watch(_silence(config), run.path / f"hang-{ranks.rank()}.txt")
     return Parts(
-        tokenizer, task, plan, trainer, engine, sampler, sentinel, published, saver, drawn, watch=watch
+        tokenizer, task, plan, trainer, engine, sampler, sentinel, served, saver, drawn, watch=watch
     ), start
 
 
@@ -187,10 +185,26 @@ def _silence(config: RunConfig) -> float:
     return 0.0 if config.rollout.engine == "vllm-server" else config.rollout.timeout
 
 
-def _publish(learner: PreTrainedModel, version: int) -> Publication:
-    """The version's bytes, the same on every rank: each rank's engine checks them against rank 0's bill."""
+@dataclass(frozen=True)
+class Served:
+    """The version that the engine serves: its manifest, and its tensors unless they were let go on the way."""
+
+    manifest: Manifest
+    published: Publication | None = None
+
+
+def serve(
+    learner: PreTrainedModel, engine: Engines, version: int, before: Served | None = None
+) -> tuple[Served, float]:
+    """Publish the learner's weights to the engine; also the share of quantized codes that differ from `before`."""
+    if ranks.joined():
+        assert isinstance(engine, EmbeddedEngine)
+        manifest, changed = ship(learner, engine, version)
+        return Served(manifest), changed
     published = publish(learner, version)
-    return replace(published, manifest=ranks.from_first(published.manifest))
+    changed = changed_codes(before.published if before else None, published)
+    engine.update(published.stream(), published.manifest)
+    return Served(published.manifest, published), changed
 
 
 def _company() -> str:
@@ -346,7 +360,7 @@ def _blame(parts: Parts) -> str:
     served |= dict(engine.model.named_parameters())
     served |= {f"{n}.input_amax": s.amax for n, s in attachment(engine.model).scales.items()}
     ids = torch.tensor([parts.sentinel.sequences[0]])
-    return blame_bytes(parts.published, served) or blame_layer(
+    return blame_bytes(parts.served.manifest, served) or blame_layer(
         parts.trainer.model,
         engine.model,
         lambda model: model(input_ids=ids.to(engine.model.device)),

@@ -9,6 +9,7 @@ import torch
 
 from lowbitrl.distributed import ranks
 from lowbitrl.distributed.sharding import DistributedConfig
+from lowbitrl.distributed.shipping import ship
 from lowbitrl.distributed.split import SplitSampler
 from lowbitrl.quant import Recipe, attachment, prepare, whole
 from lowbitrl.rollout.embedded import EmbeddedEngine
@@ -93,6 +94,40 @@ def sample(kind: str, recipe: dict[str, Any]) -> list[Any]:
     sampler = engine if ranks.size() == 1 else SplitSampler(engine)
     prompts = [[3 + i, 4, 5][: 1 + i % 3] for i in range(7)]
     return sampler.generate(prompts, 3, Sampling(max_tokens=8), [100 + i for i in range(7)])
+
+
+def shipped(kind: str, recipe: dict[str, Any], distributed: dict[str, Any]) -> dict[str, Any]:
+    """Versions 0 and 1 on their way to the engine: what is served, what was held of the pieces, what changed."""
+    learner, model = model_of(kind), model_of(kind)
+    plan = prepare(learner, Recipe(**recipe))
+    prepare(model, plan, "rollout")
+    engine = EmbeddedEngine(model, "batch")
+    trainer = Trainer(
+        learner,
+        TrainerConfig(),
+        ObjectiveConfig(name="grpo"),
+        OptimizerConfig(learning_rate=1e-3, eps=1e-8),
+        distributed=DistributedConfig(**distributed),
+        device=torch.device("cpu"),
+    )
+    for scale in attachment(learner).scales.values():
+        scale.observe(torch.ones(1, 1))
+    changes, held, manifests = [], [], []
+    for version in range(2):
+        if ranks.joined():
+            manifest, changed = ship(learner, engine, version)
+        else:
+            published = publish(learner, version)
+            engine.update(published.stream(), published.manifest)
+            manifest, changed = published.manifest, 0.0
+        changes.append(changed)
+        manifests.append(manifest)
+        held.append(sum(bool(group._bytes) for group in attachment(learner).groups))
+        trainer.update(batch(version), version)
+    served = {f"{n}.{part}": t for n, q in engine.encoded().items() for part, t in q.tensors().items()}
+    served |= {name: p.clone() for name, p in model.named_parameters()}
+    served |= {f"{name}.input_amax": s.amax for name, s in attachment(model).scales.items()}
+    return {"served": served, "manifests": manifests, "changes": changes, "held": held}
 
 
 def run(config: Any, resume: bool = False) -> list[str]:

@@ -66,9 +66,9 @@ def test_blame_names_the_tensor_or_the_layer():
     engine, published = EmbeddedEngine(rollout), publish(learner, 0)
     engine.update(published.stream(), published.manifest)
     served = {f"{n}.{k}": t for n, q in engine.encoded().items() for k, t in q.tensors().items()}
-    assert blame_bytes(published, served) is None
+    assert blame_bytes(published.manifest, served) is None
     broken = served | {"model.layers.1.mlp.up_proj.scale": served["model.layers.1.mlp.up_proj.scale"][:0]}
-    assert "model.layers.1.mlp.up_proj.scale" in blame_bytes(published, broken)
+    assert "model.layers.1.mlp.up_proj.scale" in blame_bytes(published.manifest, broken)
     # A stale decoded cache: the bytes agree, the arithmetic does not.
     rollout.model.layers[1].self_attn.o_proj.weight.data.mul_(3)
     ids = torch.tensor([[5, 6, 7, 8]])

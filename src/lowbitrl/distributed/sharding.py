@@ -37,11 +37,15 @@ class DistributedConfig(BaseModel):
     Attributes:
         cpu_offload: keep master shards, their gradients and the optimizer's states in host memory; layers
             travel to the GPU for each pass, and the optimizer steps on the CPU.
+        keep_bytes: hold the learner's encoded weights on every rank from one update to the next, about half a
+            byte a weight in 4 bits; off, each layer is encoded again in every pass (use it with
+            trainer.gradient_checkpointing, which lets them go between forward and backward too).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu_offload: bool = False
+    keep_bytes: bool = True
 
 
 def shard(
@@ -75,7 +79,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    attachment(model).spread(device)
+    attachment(model).spread(device, config.keep_bytes)
     model.__dict__["lowbitrl_run"] = _run
     register_fsdp_forward_method(model, "lowbitrl_run")
 

@@ -52,11 +52,15 @@ class Attachment:
     sites: dict[str, ActivationSite] = field(default_factory=dict)
     scales: dict[str, Calibrator] = field(default_factory=dict)
 
-    def spread(self, device: torch.device) -> None:
-        """Note that the learner's parameters are shards from now on, gathered on `device`."""
+    def spread(self, device: torch.device, keep_bytes: bool = True) -> None:
+        """Note that the learner's parameters are shards from now on, gathered on `device`.
+
+        Args:
+            keep_bytes: see `WeightGroup.keeps`.
+        """
         self.device = device
         for group in self.groups:
-            group.device = device
+            group.device, group.keeps = device, keep_bytes
 
     def changes(self, layer: LayerPlan) -> bool:
         """Whether a row's module is ours on this side: its arithmetic leaves BF16, or its input is observed."""

@@ -59,10 +59,11 @@ class StackWeights:
         keep_decoded: frozen only: hold the decoded stack too, at BF16's memory, and decode no more.
 
     Attributes:
-        device: as in `WeightGroup`.
+        device / keeps: as in `WeightGroup`.
     """
 
     device: torch.device | None = None
+    keeps: bool = True
 
     def __init__(
         self, row: LayerPlan, layout: StackLayout, module: nn.Module, frozen: bool, keep_decoded: bool = False
@@ -92,7 +93,10 @@ class StackWeights:
         weight = self.parameter
         key = version_key([weight], self.device)
         if self._bytes is None or key != self._key:
-            self._bytes, self._key = self._encode(whole(weight, self.dtype, self.device)), key
+            bytes_ = self._encode(whole(weight, self.dtype, self.device))
+            if not self.keeps:
+                return {self.row.name: bytes_}
+            self._bytes, self._key = bytes_, key
         return {self.row.name: self._bytes}
 
     def _encode(self, weight: Tensor) -> QuantizedTensor:

@@ -76,9 +76,11 @@ class WeightGroup:
 
     Attributes:
         device: where the full weights of a sharded learner are gathered; None: it is not sharded.
+        keeps: hold the bytes of a sharded learner until they are invalidated, or make them anew in every pass.
     """
 
     device: torch.device | None = None
+    keeps: bool = True
 
     def __init__(self, layers: Sequence[LayerPlan], modules: Sequence[nn.Linear]) -> None:
         assert layers[0].weight is not None
@@ -93,6 +95,8 @@ class WeightGroup:
     def encoded(self) -> dict[str, QuantizedTensor]:
         """Bytes of each member by module name, encoded anew only if a weight has changed."""
         if self._stale():
+            if not self.keeps:
+                return encode_group(self.weights(), self.format)
             refresh([self])
         return self._bytes
 

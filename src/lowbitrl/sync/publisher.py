@@ -57,13 +57,38 @@ def publish(learner: nn.Module, version: int) -> Publication:
     refresh([group for group in attached.groups if isinstance(group, WeightGroup)])
     for group in attached.groups:
         tensors.update(wire(group.encoded()))
-    shipped = {name for group in attached.groups for name in group.parameters}
-    rest = {n: _snapshot(p, attached) for n, p in learner.named_parameters() if n not in shipped}
+    rest = {name: _snapshot(parameter, attached) for name, parameter in _plain(learner)}
     _check_finite(rest)
-    tensors |= rest
-    for name, scale in attached.scales.items():
-        tensors[f"{name}.input_amax"] = scale.refresh().clone()
+    tensors |= rest | _scales(attached)
     return Publication(tensors, Manifest.of(version, attached.plan.digest, tensors))
+
+
+def pieces(learner: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a `Publication`, a fused group or a parameter at a time, made when they are asked for.
+
+    Of a learner spread over processes nothing but the piece at hand is gathered: all ranks must ask for all.
+
+    Raises:
+        as `publish`.
+    """
+    attached = attachment(learner)
+    for group in attached.groups:
+        yield dict(wire(group.encoded()))
+    for name, parameter in _plain(learner):
+        piece = {name: _snapshot(parameter, attached)}
+        _check_finite(piece)
+        yield piece
+    yield _scales(attached)
+
+
+def _plain(learner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that are not shipped as bytes."""
+    shipped = {name for group in attachment(learner).groups for name in group.parameters}
+    return [(name, parameter) for name, parameter in learner.named_parameters() if name not in shipped]
+
+
+def _scales(attached: Attachment) -> dict[str, Tensor]:
+    return {f"{name}.input_amax": scale.refresh().clone() for name, scale in attached.scales.items()}
 
 
 def _snapshot(parameter: Tensor, attached: Attachment) -> Tensor:

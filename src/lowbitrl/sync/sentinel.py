@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from lowbitrl.quant.stacks import is_expert_module
-from lowbitrl.sync.manifest import entries_of
-from lowbitrl.sync.publisher import Publication
+from lowbitrl.sync.manifest import Manifest, entries_of
 
 
 class SentinelConfig(BaseModel):
@@ -90,10 +89,10 @@ class Sentinel:
         return value
 
 
-def blame_bytes(published: Publication, served: dict[str, Tensor]) -> str | None:
+def blame_bytes(manifest: Manifest, served: dict[str, Tensor]) -> str | None:
     """The first tensor that the engine serves otherwise than it was published."""
-    for name, tensor in published.tensors.items():
-        if name in served and entries_of({name: tensor}) != entries_of({name: served[name]}):
+    for name, entry in manifest.entries.items():
+        if name in served and entries_of({name: served[name]})[name] != entry:
             return f"{name} is served with other bytes than were published"
     return None
 

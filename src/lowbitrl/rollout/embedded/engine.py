@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -26,10 +26,11 @@ from lowbitrl.rollout.embedded.continuous import decode_continuous
 from lowbitrl.rollout.embedded.graph import GraphDecoder, why_unavailable
 from lowbitrl.rollout.embedded.sampler import uniforms
 from lowbitrl.rollout.types import Completion, Sampling
-from lowbitrl.sync.manifest import Manifest
+from lowbitrl.sync.manifest import Entry, Manifest, entries_of
 
 Scheduler = Literal["auto", "batch", "graph", "continuous"]
 PARTS = ("qdata", "scale", "global_scale")
+AMAX = ".input_amax"
 RAGGED = 0.5  # share of padding above which "auto" pages instead
 
 
@@ -78,6 +79,7 @@ class EmbeddedEngine:
         self.scheduler: Scheduler = scheduler
         self.max_batch = max_batch
         self.version = -1
+        self._torn = False
         self._graphs = GraphDecoder(model)
         self._expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
@@ -134,22 +136,69 @@ class EmbeddedEngine:
             ValueError: another plan's version, or a stream that is not exactly the manifest's;
                 the engine then still serves its old version.
         """
-        if manifest.plan_digest != self.plan.digest:
-            raise ValueError(
-                f"version {manifest.version} was published under plan {manifest.plan_digest}, the engine wears "
-                f"{self.plan.digest}; prepare both sides from one recipe (Plan.diff shows where they part)"
-            )
+        self._check_plan(manifest.version, manifest.plan_digest)
         staged = dict(stream)
         manifest.verify(staged)
-        for adopt, value in list(self._match(staged)):
+        scales = list(attachment(self.model).scales)
+        for adopt, value in list(self._match(staged, list(self._expected), scales)):
             adopt(value)
-        self.version = manifest.version
+        self.version, self._torn = manifest.version, False
 
-    def _match(self, staged: dict[str, Tensor]) -> Iterator[tuple[Callable[[Any], None], Any]]:
-        """Pair what replaces each parameter with who takes it, raising before anything is replaced."""
+    def receive(
+        self, pieces: Iterable[dict[str, Tensor]], version: int, plan_digest: str
+    ) -> tuple[Manifest, float]:
+        """Serve a version that comes a fused group or a parameter at a time, each adopted as it comes.
+
+        Nothing is held of it but the piece at hand. A stream that breaks off leaves no version to serve:
+        `generate` refuses until one has come whole.
+
+        Args:
+            pieces: tensors by name, as `sync.publisher.pieces` makes them.
+
+        Returns:
+            What came, and the share of the quantized codes that are others than before.
+
+        Raises:
+            ValueError: another plan's version, a piece that does not fit, or one that never came.
+        """
+        self._check_plan(version, plan_digest)
+        self._torn = True
+        entries: dict[str, Entry] = {}
+        codes = _Codes(self.encoded())
+        for piece in pieces:
+            codes.compare(piece)
+            scales = [n.removesuffix(AMAX) for n in piece if n.endswith(AMAX)]
+            names = [self._arrives[n] for n in piece if n in self._arrives]
+            for adopt, value in self._match(piece, names, scales):
+                adopt(value)
+            entries |= entries_of(piece)
+        arriving = [*self._arrives, *(f"{n}{AMAX}" for n in attachment(self.model).scales)]
+        if lacking := [name for name in arriving if name not in entries]:
+            raise ValueError(f"version {version} is incomplete: {lacking[0]} never arrived; publish it again")
+        self.version, self._torn = version, False
+        return Manifest(version, plan_digest, entries), codes.changed()
+
+    def _check_plan(self, version: int, digest: str) -> None:
+        if digest != self.plan.digest:
+            raise ValueError(
+                f"version {version} was published under plan {digest}, the engine wears "
+                f"{self.plan.digest}; prepare both sides from one recipe (Plan.diff shows where they part)"
+            )
+
+    @cached_property
+    def _arrives(self) -> dict[str, str]:
+        """Every parameter by the name under which what replaces it arrives."""
+        layers = {name: self.plan.by_parameter.get(name) for name in self._expected}
+        return {f"{r.name}.qdata" if r is not None and r.weight else n: n for n, r in layers.items()}
+
+    def _match(
+        self, staged: dict[str, Tensor], names: Sequence[str], scales: Sequence[str]
+    ) -> Iterator[tuple[Callable[[Any], None], Any]]:
+        """Pair what replaces each of the parameters and static scales with who takes it, raising where none came."""
         parameters = dict(self.model.named_parameters())
         holders: dict[str, Any] = {**dict(self.model.named_modules()), **attachment(self.model).stacks}
-        for name, shape in self._expected.items():
+        for name in names:
+            shape = self._expected[name]
             layer = self.plan.by_parameter.get(name)
             if layer is not None and layer.weight:
                 named = {part: f"{layer.name}.{part}" for part in PARTS}
@@ -163,10 +212,11 @@ class EmbeddedEngine:
                 raise ValueError(f"{name} must come as {shape}, found {found}")
             else:
                 yield partial(_replace, parameters[name]), staged[name].to(self.model.device)
-        for name, scale in attachment(self.model).scales.items():
-            if f"{name}.input_amax" not in staged:
+        for name in scales:
+            if f"{name}{AMAX}" not in staged:
                 raise ValueError(f"{name} is planned with a static scale of its input, but none came for it")
-            yield partial(setattr, scale, "amax"), staged[f"{name}.input_amax"].to(self.model.device)
+            scale = attachment(self.model).scales[name]
+            yield partial(setattr, scale, "amax"), staged[f"{name}{AMAX}"].to(self.model.device)
 
     def encoded(self) -> dict[str, QuantizedTensor]:
         """The bytes served now, by the plan's names."""
@@ -215,6 +265,8 @@ class EmbeddedEngine:
         )
 
     def _check(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: list[int]) -> None:
+        if self._torn:
+            raise ValueError("an update broke off, so no whole version is served; publish one again")
         if n < 1:
             raise ValueError(f"n={n} samples nothing; give at least 1")
         if len(seeds) != len(prompts):
@@ -237,6 +289,25 @@ def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     if own is None:
         raise ValueError("the model names no end-of-sequence token; set Sampling.stop_token_ids")
     return (own,) if isinstance(own, int) else tuple(own)
+
+
+class _Codes:
+    """Counts the quantized codes that a version changes; what is compared is let go."""
+
+    def __init__(self, held: dict[str, QuantizedTensor]) -> None:
+        self._held = held
+        self._changed: list[Tensor] = []
+        self._total = 0
+
+    def compare(self, piece: dict[str, Tensor]) -> None:
+        for name, new in piece.items():
+            old = self._held.pop(name.removesuffix(".qdata"), None)
+            if old is not None and name.endswith(".qdata"):
+                self._changed.append((old.qdata.to(new.device) != new).sum())
+                self._total += new.numel()
+
+    def changed(self) -> float:
+        return int(torch.stack(self._changed).sum()) / self._total if self._changed else 0.0
 
 
 def _replace(parameter: torch.nn.Parameter, value: Tensor) -> None:
