@@ -96,7 +96,7 @@ class Rollouts:
         served = {f"{n}.{k}": t for n, q in self.engine.encoded().items() for k, t in q.tensors().items()}
         assert self.published is not None
         with attachment(self.learner).tokens.real_tokens(None):
-            return blame_bytes(self.published, served | dict(model.named_parameters())) or blame_layer(
+            return blame_bytes(self.published.manifest, served | dict(model.named_parameters())) or blame_layer(
                 self.learner, model, lambda side: side(input_ids=ids.to(model.device))
             )
 
