@@ -96,9 +96,9 @@ class Rollouts:
         served = {f"{n}.{k}": t for n, q in self.engine.encoded().items() for k, t in q.tensors().items()}
         assert self.published is not None
         with attachment(self.learner).tokens.real_tokens(None):
-            return blame_bytes(self.published.manifest, served | dict(model.named_parameters())) or blame_layer(
-                self.learner, model, lambda side: side(input_ids=ids.to(model.device))
-            )
+            return blame_bytes(
+                self.published.manifest, served | dict(model.named_parameters())
+            ) or blame_layer(self.learner, model, lambda side: side(input_ids=ids.to(model.device)))
 
 
 def _in_groups(prompts: Sequence[Sequence[int]], samples: int) -> bool:
