@@ -86,6 +86,24 @@ def test_mistakes_end_in_one_message_and_code_2(folder, monkeypatch, capsys, arg
     assert not (folder / "run" / "config.json").exists()
 
 
+def test_what_torchrun_starts_again_goes_on(folder, monkeypatch, capsys):
+    go = lambda *a: run(*a, monkeypatch=monkeypatch, capsys=capsys)  # noqa: E731
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    code, out = go("train", folder / "r.toml", "--trainer.steps", "1")
+    assert (code, "resumed from" in out) == (0, False), "killed before there was a run: from the beginning"
+    code, out = go("train", folder / "r.toml", "--trainer.steps", "2")
+    assert (code, "resumed from" in out) == (0, True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    code, out = go("train", folder / "r.toml")
+    assert (code, "already holds a run" in out) == (2, True)
+
+
+def test_restarts_under_torchrun_are_torchruns(folder, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    code, out = run("train", folder / "r.toml", "--restarts", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert (code, "--max-restarts" in out) == (2, True)
+
+
 def test_doctor_says_what_runs_and_why_the_rest_does_not(monkeypatch, capsys):
     code, out = run("doctor", monkeypatch=monkeypatch, capsys=capsys)
     assert code == 0

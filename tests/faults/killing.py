@@ -15,27 +15,52 @@ from pathlib import Path
 
 from lowbitrl.runs import read_metrics
 from lowbitrl.trainer import checkpoint
+from tests.distributed.processes import free_port
 
 SERVER = multiprocessing.get_context("forkserver")
 # conftest first: it sets what Triton and the hub client read when they are imported.
 SERVER.set_forkserver_preload(["tests.conftest", "tests.tiny_run", "lowbitrl.loop"])
 
 
-def start(folder: Path, out: str, sections: dict, sabotage: Callable[[], None] | None = None) -> BaseProcess:
+def start(
+    folder: Path,
+    out: str,
+    sections: dict,
+    sabotage: Callable[[], None] | None = None,
+    environment: dict[str, str] | None = None,
+) -> BaseProcess:
     """Begin or go on with a tiny run, in a process that is its parent's child and nobody's thread.
 
     Args:
         sabotage: a function of a module, called in the process before the run.
+        environment: variables set before that.
     """
-    process = SERVER.Process(target=_run, args=(folder, out, sections, sabotage))
+    process = SERVER.Process(target=_run, args=(folder, out, sections, sabotage, environment or {}))
     process.start()
     return process
 
 
-def _run(folder: Path, out: str, sections: dict, sabotage: Callable[[], None] | None) -> None:
+def start_ranks(folder: Path, out: str, sections: dict, size: int) -> list[BaseProcess]:
+    """As `start`, `size` processes that train together, by rank."""
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return [start(folder, out, sections, environment=shared | rank) for rank in ranks]
+
+
+def _run(
+    folder: Path,
+    out: str,
+    sections: dict,
+    sabotage: Callable[[], None] | None,
+    environment: dict[str, str],
+) -> None:
+    import torch
+
     from lowbitrl.loop import train
     from tests.tiny_run import config
 
+    torch.set_num_threads(1)
+    os.environ |= environment
     if sabotage is not None:
         sabotage()
     train(

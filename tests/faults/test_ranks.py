@@ -1,0 +1,55 @@
+"""kill -9 of one of several processes that train together: the others end by themselves, and the run can go on."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+
+import pytest
+
+from tests.faults.killing import finish, lasting, lost_steps, start_ranks
+from tests.tiny_run import config
+
+SECTIONS = {
+    "recipe": {"rollout": "nvfp4-w4a16", "residual": 0.0},
+    "trainer": {"steps": 4},
+    "evaluation": {"every": 0},
+    "checkpoint": {"every": 1},
+}
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A folder with a model, the metrics of a run that nothing happened to, and how long it took."""
+    folder = tmp_path_factory.mktemp("ranks")
+    config(folder)
+    began = time.monotonic()
+    assert [finish(process) for process in start_ranks(folder, "whole", SECTIONS, SIZE)] == [0] * SIZE
+    return folder, lasting(folder / "whole"), time.monotonic() - began
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_rank_killed_at_random_moments(undisturbed, kills):
+    folder, whole, seconds = undisturbed
+    moments = random.Random(kills)
+    fell = []
+    while len(fell) < kills:
+        shutil.rmtree(folder / "part", ignore_errors=True)
+        while len(fell) < kills:
+            ranks = start_ranks(folder, "part", SECTIONS, SIZE)
+            victim = ranks.pop(moments.randrange(SIZE))
+            victim.join(moments.uniform(0.2, 1) * seconds)
+            if not victim.is_alive():
+                assert [finish(process) for process in [victim, *ranks]] == [0] * SIZE
+                break
+            victim.kill()
+            victim.join()
+            for other in ranks:
+                # 0 where it had done its last message.
+                assert finish(other) is not None
+            fell.append(lost_steps(folder / "part"))
+        assert [finish(process) for process in start_ranks(folder, "part", SECTIONS, SIZE)] == [0] * SIZE
+        assert lasting(folder / "part") == whole
+    assert max(fell) <= 1
