@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +32,7 @@ def sides(tmp_path_factory):
     plan = prepare(learner, Recipe(rollout="nvfp4-w4a16"), "learner")
     server = VllmServer(folder, plan, "float32", FLAGS, seconds=300)
     try:
-        yield learner, VllmServerEngine(server.url, plan, (2,), bucket_bytes=1 << 16)
+        yield learner, VllmServerEngine(server, plan, (2,), bucket_bytes=1 << 16)
     finally:
         server.close()
 
@@ -67,6 +71,26 @@ def test_a_refusal_crosses_http_with_its_name(sides):
     assert engine.state() == state
     engine.update(published.stream(), published.manifest)
     assert engine.state() != state
+
+
+def test_a_server_that_is_killed_while_it_samples_comes_back_with_its_version(sides):
+    learner, engine = sides
+    train(learner)
+    published = publish(learner, 9)
+    engine.update(published.stream(), published.manifest)
+    sampling = Sampling(max_tokens=40, temperature=0.8)
+    owed, state, starts = engine.generate(PROMPTS, 8, sampling), engine.state(), engine.server.starts
+    keeper = engine.server._process.pid
+    (server,) = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
+    killing = threading.Timer(0.3, os.kill, (server, signal.SIGKILL))
+    killing.start()
+    again = engine.generate(PROMPTS, 8, sampling)
+    killing.join()
+    # Killed too late where the samples came first: then the next call finds it dead.
+    again = engine.generate(PROMPTS, 8, sampling) if engine.server.starts == starts else again
+    assert engine.server.starts == starts + 1
+    assert [(c.token_ids, c.version) for c in again] == [(c.token_ids, c.version) for c in owed]
+    assert engine.state() == state
 
 
 def test_what_is_not_there_or_wears_another_plan_is_refused(sides):

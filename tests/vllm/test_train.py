@@ -15,14 +15,15 @@ from tests.vllm.tiny import dense
 OPTIONS = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26}
 
 
-def test_three_steps_learn_and_stay_aligned(tmp_path):
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_three_steps_learn_and_stay_aligned(tmp_path, engine):
     dense(tmp_path / "model")
     tiny_run.prompts(tmp_path / "prompts.jsonl")
     config = tiny_run.config(
         tmp_path,
         model={"dtype": "float32"},
         recipe={"rollout": "nvfp4-w4a16", "learner": "weights", "residual": 0.0},
-        rollout={"engine": "vllm", "vllm": OPTIONS},
+        rollout={"engine": engine, "vllm": OPTIONS},
         trainer={"steps": 3},
         sentinel={"slack": 1e-3},
     )

@@ -23,8 +23,8 @@ def launched() -> bool:
 
 
 def joined() -> bool:
-    """Whether this process works as one of a group, be it a group of one."""
-    return dist.is_available() and dist.is_initialized()
+    """Whether this process works as one of a group, be it a group of one; that of a vLLM in this process is its own."""
+    return launched() and dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
