@@ -1,4 +1,6 @@
-"""An objective's module that makes the run which imports it hang, once: a run that goes on finds the marker file."""
+"""An objective's module that makes the run which imports it hang, once: a run that goes on finds the marker file.
+
+Only under SABOTAGE_MARKER: a test that checks a recipe with this module imports it too, and must not change."""
 
 import itertools
 import os
@@ -11,11 +13,12 @@ _real, _count = batch.sample, itertools.count()
 
 
 def _sample(*arguments):
-    marker, at = Path(os.environ["SABOTAGE_MARKER"]), int(os.environ["SABOTAGE_AT"])
-    if next(_count) == at and not marker.exists():
+    marker = Path(os.environ["SABOTAGE_MARKER"])
+    if next(_count) == int(os.environ["SABOTAGE_AT"]) and not marker.exists():
         marker.touch()
         threading.Event().wait()
     return _real(*arguments)
 
 
-batch.sample = _sample
+if "SABOTAGE_MARKER" in os.environ:
+    batch.sample = _sample
