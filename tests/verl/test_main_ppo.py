@@ -31,6 +31,7 @@ def test_sides_agree_exactly_where_they_share_bytes(name, tmp_path):
     moe, ranks, sections = RUNS[name]
     ppo.write_inputs(tmp_path, moe)
     steps = ppo.run(tmp_path, ppo.recipe(tmp_path, **sections), ranks)
+    print(name, *(f"rollout_corr/kl {step['rollout_corr/kl']:.1e}" for step in steps))
     assert len(steps) == 2
     for version, step in enumerate(steps):
         kl, gap = abs(step["rollout_corr/kl"]), step["actor/mismatch/abs_mean"]
@@ -51,3 +52,18 @@ def test_sides_agree_exactly_where_they_share_bytes(name, tmp_path):
         assert parts["weights_abs"] == pytest.approx(parts["total_abs"], rel=1e-3)
     weighed = sections["objective"] is TBPO
     assert ("actor/rollout_corr/rollout_is_mean" in steps[0]) == weighed
+
+
+@pytest.mark.slow
+def test_what_remains_in_bf16_with_quantized_activations_comes_apart(tmp_path):
+    ppo.write_inputs(tmp_path, moe=False)
+    recipe = {"rollout": "nvfp4", "learner": "weights", "residual": 1.0}
+    lines = ppo.recipe(tmp_path, recipe=recipe, model={"dtype": "bfloat16"})
+    first, _ = ppo.run(tmp_path, lines, 1)
+    parts = {k.removeprefix("actor/decomposition/"): v for k, v in first.items() if "decomposition" in k}
+    print(parts)
+    terms = ("activations", "residual", "engine")
+    assert parts["total"] == pytest.approx(sum(parts[t] for t in terms), abs=1e-5)
+    # The residual takes back what quantized activations did; other kernels and batches are the least of it.
+    assert parts["total_abs"] < parts["activations_abs"] / 3
+    assert parts["engine_abs"] < parts["total_abs"]
