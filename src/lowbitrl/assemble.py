@@ -165,6 +165,7 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     watched = task.prompts("held_out", 0, min(config.sentinel.sequences, task.held_out_count))
     sentinel = Sentinel(
         config.sentinel,
+        plan.recipe,
         [task.encode(tokenizer, prompt) for prompt in watched],
         lambda sequences: ranks.from_first(_learner_scores(trainer, sequences)),
         lambda sequences: ranks.from_first(engine.score(sequences, config.rollout.temperature)),

@@ -8,10 +8,11 @@ from lowbitrl.sync.sentinel import Sentinel, SentinelConfig, SentinelError, blam
 from tests.conftest import tiny_llama
 
 
-def watched(gaps, **config):
+def watched(gaps, rollout="nvfp4-w4a16", **config):
     values = iter(gaps)
     return Sentinel(
         SentinelConfig(**config),
+        Recipe(rollout=rollout),
         [[1, 2, 3]],
         lambda sequences: [torch.zeros(2) for _ in sequences],
         lambda sequences: [torch.full((2,), next(values)) for _ in sequences],
@@ -32,6 +33,18 @@ def test_slow_growth_and_small_noise_pass():
     assert [round(sentinel.check(v, str), 3) for v in range(6)] == [0.001, 0.09, 0.05, 0.12, 0.2, 0.3]
 
 
+@pytest.mark.parametrize(
+    ("rollout", "slack", "fault"), [("nvfp4-w4a16", None, 0.11), ("nvfp4", None, 0.31), ("nvfp4", 0.2, 0.21)]
+)
+def test_over_a_floor_of_nothing_the_slack_is_what_rounded_activations_amplify(rollout, slack, fault):
+    sentinel = watched([0.0, fault - 0.02, fault], rollout, slack=slack, window=1)
+    sentinel.check(0, str)
+    sentinel.check(1, str)
+    sentinel.history = [0.0]
+    with pytest.raises(SentinelError, match=r"floor is 0\.000"):
+        sentinel.check(2, str)
+
+
 def test_nan_is_a_jump():
     sentinel = watched([0.2, float("nan")])
     sentinel.check(0, str)
@@ -49,13 +62,13 @@ def test_what_is_not_finite_is_a_fault_before_there_is_a_floor(value):
 
 def test_sequences_of_one_token_have_nothing_to_compare():
     scores = lambda sequences: [torch.zeros(len(s) - 1) for s in sequences]  # noqa: E731
-    sentinel = Sentinel(SentinelConfig(), [[5], [1, 2, 3]], scores, scores)
+    sentinel = Sentinel(SentinelConfig(), Recipe(), [[5], [1, 2, 3]], scores, scores)
     assert sentinel.sequences == [[1, 2, 3]]
     assert sentinel.check(0, str) == 0.0
 
 
 def test_off_means_off():
-    assert Sentinel(SentinelConfig(sequences=0), [], None, None).check(0, str) == 0.0
+    assert Sentinel(SentinelConfig(sequences=0), Recipe(), [], None, None).check(0, str) == 0.0
 
 
 def test_blame_names_the_tensor_or_the_layer():

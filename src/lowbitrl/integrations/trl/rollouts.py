@@ -44,7 +44,7 @@ class Rollouts:
         self.sampling, self.seed = sampling, seed
         self.calls = 0
         self.published: Publication | None = None
-        self.sentinel = Sentinel(watch, (), self._scores, self._served)
+        self.sentinel = Sentinel(watch, plan.recipe, (), self._scores, self._served)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], samples: int, step: int

@@ -56,7 +56,7 @@ class LowbitEngine(FSDPEngineWithLMHead):
         self.settings = None if engine_config.forward_only else checked(model_config, engine_config)
         self.plan = self.settings and self.settings.load()
         self.version = -1
-        self.watch = Watch(self, self.settings) if self.settings else None
+        self.watch = Watch(self, self.settings, self.plan.recipe) if self.settings and self.plan else None
 
     def _build_module(self) -> nn.Module:
         module = super()._build_module()

@@ -22,6 +22,7 @@ from lowbitrl.diagnose.chain import ENGINE, rungs, start
 from lowbitrl.integrations.verl.losses import padded
 from lowbitrl.integrations.verl.settings import LearnerSettings
 from lowbitrl.objectives import mismatch_metrics
+from lowbitrl.quant.recipe import Recipe
 from lowbitrl.quant.wearing import wearing
 from lowbitrl.sync.sentinel import Sentinel
 
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 class Watch:
     """What one rank has seen since the last update, and the run's floor."""
 
-    def __init__(self, engine: LowbitEngine, settings: LearnerSettings) -> None:
+    def __init__(self, engine: LowbitEngine, settings: LearnerSettings, recipe: Recipe) -> None:
         self.engine, self.settings = engine, settings
         self.metrics: dict[str, float] = {}
         self.batches = 0
         own = settings.sentinel
-        self.sentinel = own and Sentinel(own, (), lambda s: [], lambda s: [])
+        self.sentinel = own and Sentinel(own, recipe, (), lambda s: [], lambda s: [])
 
     def compare(self, data: Any, output: Any) -> None:
         """Compare a scored batch with what its rollout said; nothing where it said nothing.
