@@ -256,7 +256,7 @@ def test_settings_without_effect_are_refused(text, tmp_path):
 def test_what_trl_decides_is_refused_in_the_objective(tmp_path):
     with pytest.raises(ValueError, match="scale_rewards"):
         trainer(tmp_path, ours={"objective": ObjectiveConfig(advantage_scale="none")})
-    with pytest.raises(ValueError, match="count_rejected=True"):
+    with pytest.raises(ValueError, match="count_rejected=true"):
         trainer(tmp_path, ours={"objective": ObjectiveConfig(name="grpo", correction="rejection")})
 
 

@@ -14,9 +14,6 @@ from typing import Any
 
 from packaging.version import Version
 
-from lowbitrl.objectives.corrections import LEAVE_DENOMINATOR
-from lowbitrl.trainer.config import ObjectiveConfig
-
 OLDEST, BEFORE = "1.16", "1.17"
 
 PRIVATE_HOOKS: dict[str, tuple[str, ...]] = {
@@ -64,15 +61,14 @@ REFUSED = {
 
 REFUSED_ARGUMENTS = ("peft_config", "quantization_config", "tools", "rollout_func", "environment_factory")
 
-TRLS = {
-    "advantage_scale": "scale_rewards",
-    "advantage_baseline": "scale_rewards",
-    "drop_uninformative": "none: TRL trains every group",
-    "overlong_filter": "none",
-    "overlong_buffer": "a reward function",
-    "kl_coef": "none",
+OWNED_BY_TRL = {
+    "advantage_scale": "GRPOConfig(scale_rewards=...)",
+    "advantage_baseline": "it subtracts the group's mean",
+    "drop_uninformative": "it trains every group",
+    "overlong_filter": "it trains truncated responses",
+    "overlong_buffer": "write it into a reward function",
+    "kl_coef": "not wired here; lowbitrl train has it",
 }
-"""Settings of an objective that TRL decides before the loss, and what sets them there."""
 
 
 def check_hooks(version: str, trainer: type) -> None:
@@ -135,25 +131,3 @@ def check_settings(config: Any, arguments: Mapping[str, Any]) -> None:
                 f"GRPOConfig({name}={getattr(config, name)!r}) has no effect here: {reason}; leave it at "
                 f"{defaults[name]!r}"
             )
-
-
-def check_objective(objective: ObjectiveConfig) -> None:
-    """Refuse what TRL decides itself, and corrections whose denominators are known too late.
-
-    Raises:
-        ValueError: naming the setting and what does it in TRL.
-    """
-    defaults = ObjectiveConfig.model_fields
-    for name, owner in TRLS.items():
-        if getattr(objective, name) != defaults[name].default:
-            raise ValueError(
-                f"objective.{name}={getattr(objective, name)!r} comes before the loss, which is TRL's to do; in "
-                f"GRPOConfig: {owner}"
-            )
-    counts = objective.count_rejected
-    leaves = objective.correction in LEAVE_DENOMINATOR if counts is None else not counts
-    if leaves and objective.correction != "none":
-        raise ValueError(
-            f"correction={objective.correction!r} takes rejected tokens out of the denominator, which is summed over "
-            "micro-batches before the learner has scored them; set count_rejected=True"
-        )

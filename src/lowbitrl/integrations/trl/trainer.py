@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowbitrl.integrations.trl.checks import check_attributes, check_hooks, check_objective, check_settings
+from lowbitrl.integrations.shared import make_objective
+from lowbitrl.integrations.trl.checks import OWNED_BY_TRL, check_attributes, check_hooks, check_settings
 from lowbitrl.integrations.trl.masters import keep_masters
 from lowbitrl.integrations.trl.rollouts import Rollouts, name_real_tokens, scalars
 from lowbitrl.models import load_model
@@ -76,8 +77,8 @@ class LowBitGRPOTrainer(GRPOTrainer):
     ) -> None:
         check_hooks(trl.__version__, GRPOTrainer)
         check_settings(args, arguments)
-        self.objective = ObjectiveConfig(name=objective) if isinstance(objective, str) else objective
-        check_objective(self.objective)
+        given = objective if isinstance(objective, str) else objective.model_dump(exclude_unset=True)
+        self.objective = make_objective(given, "TRL", OWNED_BY_TRL)
         self.masters = masters
         self._forgets: torch.optim.Optimizer | None = None
         if isinstance(model, str):
