@@ -6,6 +6,7 @@ into micro-batches, and what is divided by what afterwards. The frameworks thems
 
 import enum
 import importlib
+import pickle
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
@@ -375,6 +376,13 @@ def nemo_batch(responses):
     return logprobs, data
 
 
+def nemo_call(function, logprobs, data, sequences, tokens):
+    """As NeMo-RL's wrappers do, by keyword."""
+    return function(
+        data=data, global_valid_seqs=sequences, global_valid_toks=tokens, next_token_logprobs=logprobs
+    )
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["tbpo", "gspo", "dapo"])
 def test_nemo_loss_is_the_objective_however_it_is_cut(name, size, responses, nemo):
@@ -384,7 +392,7 @@ def test_nemo_loss_is_the_objective_however_it_is_cut(name, size, responses, nem
     parts = []
     for first in range(0, 4, size):
         micro = {key: value[first : first + size] for key, value in data.items()}
-        parts.append(function(logprobs[first : first + size], micro, *counts))
+        parts.append(nemo_call(function, logprobs[first : first + size], micro, *counts))
     check(sum(loss for loss, _ in parts), responses, expected(responses, name))
     summed = {key: sum(metrics[key] for _, metrics in parts) for key in parts[0][1]}
     gap = (data["prev_logprobs"] - data["generation_logprobs"]).abs()
@@ -400,7 +408,7 @@ def test_nemo_loss_is_the_objective_however_it_is_cut(name, size, responses, nem
 def test_nemo_leaves_masked_samples_out(responses, nemo):
     logprobs, data = nemo_batch(responses)
     data["sample_mask"][3] = 0
-    loss, metrics = nemo("tbpo")(logprobs, data, data["sample_mask"].sum(), torch.tensor(11.0))
+    loss, metrics = nemo_call(nemo("tbpo"), logprobs, data, data["sample_mask"].sum(), torch.tensor(11.0))
     responses.masks[3] = torch.zeros(LENGTHS[3])
     check(loss, responses, expected(responses, "tbpo"))
     assert metrics["num_valid_samples"] == 3
@@ -410,6 +418,22 @@ def test_nemo_names_what_the_batch_lacks(responses, nemo):
     logprobs, data = nemo_batch(responses)
     del data["prev_logprobs"]
     with pytest.raises(ValueError, match=r"'prev_logprobs'.*force_on_policy_ratio=false"):
-        nemo()(logprobs, data, torch.tensor(4), torch.tensor(16))
+        nemo_call(nemo(), logprobs, data, torch.tensor(4), torch.tensor(16))
     with pytest.raises(ValueError, match="entropies do not reach"):
         nemo(entropy_coef=0.1)
+
+
+def test_nemo_sends_its_loss_to_workers(responses, nemo):
+    logprobs, data = nemo_batch(responses)
+    there = pickle.loads(pickle.dumps(nemo("gspo", correction="tis", cap=2.0)))
+    loss, _ = nemo_call(there, logprobs, data, torch.tensor(4), torch.tensor(16))
+    check(loss, responses, expected(responses, "gspo", correction="tis", cap=2.0))
+
+
+def test_nemo_weighs_the_mismatch(responses, nemo):
+    options = {"correction": "icepop", "cap": 1.05, "floor": 0.5}
+    logprobs, data = nemo_batch(responses)
+    loss, metrics = nemo_call(nemo("grpo", **options), logprobs, data, torch.tensor(4), torch.tensor(16))
+    check(loss, responses, expected(responses, "grpo", **options))
+    assert loss != nemo_call(nemo("grpo"), logprobs, data, torch.tensor(4), torch.tensor(16))[0]
+    assert not any(torch.isnan(torch.tensor(value)) for value in metrics.values())
