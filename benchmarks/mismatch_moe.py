@@ -3,11 +3,11 @@
     upcycle    every MLP of the dense model copied to --experts experts, --top-k of them taken
     fine-tune  --tune-steps of next-token prediction on several reasoning-gym tasks at once (prompt and
                answer), so that experts and router stop being copies; how far they came is in the output
-    measure    a plain NVFP4 W4A4 engine samples answers to further prompts of those tasks; every rollout
-               precision (columns) and learner alignment (rows) scores those tokens; residual at the
-               paper's site (W13) and at every site, channels per batch (QUADS) and per token; learner
-               with eager attention, rollout with SDPA
+    sample     a plain NVFP4 W4A4 engine answers further prompts of those tasks
     blocks     L2 distance of every MoE block's input and output between the sides (QUADS figures 7, 4b)
+    measure    every rollout precision (columns) and learner alignment (rows) scores the sampled tokens;
+               residual at the paper's site (W13) and at every site, channels per batch (QUADS) and per
+               token; learner with eager attention, rollout with SDPA
     routing    mismatch split in a routing and an arithmetic term, router agreement by layer
 
 The seed is that of experts' noise, routers, fine-tuning prompts and sampling. Seeds run apart, one folder
@@ -26,6 +26,7 @@ import copy
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -91,7 +92,8 @@ class Bench:
         return model
 
     def tune(self) -> list[float]:
-        """Fine-tune in fp32, then cast to BF16; returns the loss of every step."""
+        """Fine-tune with fp32 weights (TF32 products on a GPU), then cast to BF16; returns the loss of every step."""
+        torch.set_float32_matmul_precision("high")
         model = self.base.to(self.device).train()
         model.set_experts_implementation(self.arguments.tune_experts)
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.arguments.tune_lr, betas=(0.9, 0.95))
@@ -152,32 +154,27 @@ def divergence(model: torch.nn.Module) -> dict[str, float]:
     return {"mean": sum(shares) / len(shares), "min": min(shares), "max": max(shares)}
 
 
-def mismatches(bench: Bench, prompts: list, completions: list) -> dict[str, dict[str, dict]]:
-    """Row (alignment) x column (rollout): every figure of `compare`."""
+def mismatches(bench: Bench, prompts: list, completions: list) -> Iterator[tuple[str, dict[str, dict]]]:
+    """Every column (rollout): by row (alignment), every figure of `compare`."""
 
     def scored(recipe: Recipe, side: str) -> list[Tensor]:
         tokens = bench.arguments.micro_batch_tokens
         return score(bench.side(recipe, side), prompts, completions, micro_batch_tokens=tokens)
 
     rows = {name: scored(recipe, "learner") for name, recipe in LEARNERS.items()}
-    table: dict[str, dict[str, dict]] = {name: {} for name in rows}
     for column, recipe in rollouts().items():
-        theirs = scored(recipe, "rollout")
-        for row, ours in rows.items():
-            # Symmetric alignment means the residual on both sides, which only channels per token allow.
-            if row == "full" and recipe.compensates:
-                if recipe.scope == "batch":
-                    continue
-                ours = scored(replace(recipe, learner="full"), "learner")
-            table[row][column] = asdict(compare(ours, theirs))
-        print(
-            f"{column:28}",
-            *(f"{row} {cells[column]['mean']:.4f}" for row, cells in table.items() if column in cells),
-        )
-    return table
+        theirs, ours = scored(recipe, "rollout"), dict(rows)
+        # Symmetric alignment means the residual on both sides, which only channels per token allow.
+        if recipe.compensates:
+            del ours["full"]
+            if recipe.scope == "token":
+                ours["full"] = scored(replace(recipe, learner="full"), "learner")
+        cells = {row: asdict(compare(logprobs, theirs)) for row, logprobs in ours.items()}
+        print(f"{column:28}", *(f"{row} {cell['mean']:.4f}" for row, cell in cells.items()), flush=True)
+        yield column, cells
 
 
-def blocks(bench: Bench, prompts: list, completions: list) -> dict[str, list[dict]]:
+def blocks(bench: Bench, prompts: list, completions: list) -> Iterator[tuple[str, list[dict]]]:
     """MoE block distances by configuration (learner / rollout), as in QUADS figures 4b and 7."""
     chosen = completions[: bench.arguments.block_rows]
     ids, real = pad_left([[*prompts[c.prompt_index], *c.token_ids] for c in chosen], bench.device)
@@ -189,36 +186,31 @@ def blocks(bench: Bench, prompts: list, completions: list) -> dict[str, list[dic
                 input_ids=ids, attention_mask=real.long(), position_ids=positions, use_cache=False
             )
 
-    plain, residual = Recipe(rollout="nvfp4"), Recipe(rollout="nvfp4", residual=0.5)
+    plain, columns = Recipe(rollout="nvfp4"), rollouts()
     pairs = {
         "bf16 / bf16": (Recipe(), Recipe()),
         "bf16 / w4a4": (LEARNERS["bf16"], plain),
         "w4a16 / w4a4": (LEARNERS["weights"], plain),
-        "w4a16 / w4a4 + 0.5": (LEARNERS["weights"], residual),
+        "w4a16 / w4a4 + w13 0.5": (LEARNERS["weights"], columns["w13 0.5 per batch"]),
+        "w4a16 / w4a4 + every site 0.5": (LEARNERS["weights"], columns["every site 0.5 per batch"]),
         "w4a4 / w4a4": (LEARNERS["full"], plain),
     }
-    return {
-        name: [
-            asdict(b)
-            for b in block_distances(bench.side(ours, "learner"), bench.side(theirs, "rollout"), run, real)
-        ]
-        for name, (ours, theirs) in pairs.items()
-    }
+    for name, (ours, theirs) in pairs.items():
+        found = block_distances(bench.side(ours, "learner"), bench.side(theirs, "rollout"), run, real)
+        yield name, [asdict(block) for block in found]
 
 
-def routing(bench: Bench, prompts: list, completions: list) -> dict[str, dict]:
+def routing(bench: Bench, prompts: list, completions: list) -> Iterator[tuple[str, dict]]:
     """The two terms of the mismatch for a weight-aligned learner, each rollout sampling for itself.
 
     Args:
         prompts / completions: what plain W4A4 drew.
     """
-    terms = {}
     for name in ROUTED:
         drawn = (prompts, completions) if name == "w4a4" else bench.draw(rollouts()[name])
         learner = bench.side(LEARNERS["weights"], "learner")
         tokens = bench.arguments.micro_batch_tokens
-        terms[name] = asdict(routing_term(learner, *drawn, micro_batch_tokens=tokens))
-    return terms
+        yield name, asdict(routing_term(learner, *drawn, micro_batch_tokens=tokens))
 
 
 class Clock:
@@ -234,7 +226,7 @@ class Clock:
 
 
 def main() -> None:
-    """Upcycle, tune, measure; results.json is written anew after every part."""
+    """Upcycle, tune, measure; results.json holds what there is so far: a run that is cut off keeps it."""
     arguments, clock = parse(), Clock()
     torch.manual_seed(arguments.seed)
     bench = Bench(arguments)
@@ -259,11 +251,14 @@ def main() -> None:
         "environment": environment(bench.device),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for part, measure in (("table", mismatches), ("blocks", blocks), ("routing", routing)):
-        results[part] = measure(bench, prompts, completions)
+    for part, measure in (("blocks", blocks), ("table", mismatches), ("routing", routing)):
+        results[part] = {}
+        for name, found in measure(bench, prompts, completions):
+            results[part][name] = found
+            (arguments.out / "results.json").write_text(json.dumps(results) + "\n")
         clock(part)
-        results["seconds"] = clock.seconds
-        (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    results["seconds"] = clock.seconds
+    (arguments.out / "results.json").write_text(json.dumps(results) + "\n")
 
 
 def parse() -> argparse.Namespace:

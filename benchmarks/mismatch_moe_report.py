@@ -52,10 +52,9 @@ def mismatch_table(seeds: list[dict], figure: str) -> str:
         "| rollout | " + " | ".join(LEARNERS) + " |",
         "|---|" + "---|" * len(LEARNERS),
     ]
-    for column in seeds[0]["table"]["bf16"]:
-        found = [
-            [s["table"][row][column][figure] for s in seeds if column in s["table"][row]] for row in LEARNERS
-        ]
+    for column in seeds[0]["table"]:
+        cells = [seed["table"].get(column, {}) for seed in seeds]
+        found = [[cell[row][figure] for cell in cells if row in cell] for row in LEARNERS]
         lines.append(
             f"| {column} | " + " | ".join(cell(v, 3 if figure == "mean" else 1) for v in found) + " |"
         )

@@ -27,7 +27,7 @@ def test_rollout_has_a_row_a_format_and_scheduler(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout, "FORMATS", {"bf16": Recipe(), "w4a16": Recipe(rollout="nvfp4-w4a16")})
     command.run_suite("rollout", tmp_path)
     written = {row["op"]: row for row in rows(tmp_path, "rollout")}
-    assert set(written) == {f"generate {f} {s}" for f in ("bf16", "w4a16") for s in rollout.SCHEDULERS}
+    assert set(written) == {f"generate {f} {s}" for f in ("bf16", "w4a16") for _, s in rollout.CASES["cpu"]}
     for row in written.values():
         rate = float(row["note"].split()[0])
         assert rate == pytest.approx(rollout.TINY.rows / float(row["p50"]) * 1e6, rel=0.01, abs=1)

@@ -102,8 +102,9 @@ class Policy:
 def run(bench: Bench) -> None:
     """Rows by alignment and phase; the QUADS step held to BF16's."""
     base, size = policy.build(bench.device), SIZES[bench.device]
-    whole = {name: time_steps(bench, base, name, recipe, size) for name, recipe in ALIGNMENTS.items()}
-    for name in ALIGNMENTS:
+    whole: dict[str, float] = {}
+    for name, recipe in ALIGNMENTS.items():
+        whole[name] = time_steps(bench, base, name, recipe, size)
         if name != "bf16" and bench.device == "cuda":
             what = f"whole step 1B, {name}, over a BF16 step"
             bench.find(what, whole[name] / whole["bf16"], at_most=OVER_BF16)
