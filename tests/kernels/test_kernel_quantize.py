@@ -5,7 +5,7 @@ import torch
 from kernel_cases import awkward, differences
 
 from lowbitrl.formats import get_format
-from lowbitrl.kernels import absmax, fake_quantize, quantize
+from lowbitrl.kernels import absmax, fake_quantize, quantize, why_unavailable
 from lowbitrl.kernels.quantize import BLOCKS, NVFP4_FLOORS, encode
 
 pytest.importorskip("triton")
@@ -133,3 +133,22 @@ def test_weights_are_encoded_with_a_look_for_nan(device):
         bad[3, 3] = float("inf")
         with pytest.raises(ValueError, match=r"mlp.weight of shape .* holds 1 NaN or Inf"):
             encode(bad, fmt, name="mlp.weight")
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-tensor"])
+@pytest.mark.parametrize("shape", [(1, 1, 16), (1, 100, 1600), (5, 30, 640), (3, 1536, 2048)])
+def test_weights_whose_maxima_are_measured(shape, name, backend, device):
+    """One weight, or an expert stack with a maximum a matrix: codes, scales, global scales, values."""
+    reason = why_unavailable(backend, device)
+    if reason or (device == "cpu" and shape[1] > 100):
+        pytest.skip(reason or "too long for the interpreter")
+    x, fmt = awkward(shape[0] * shape[1], shape[2], device=device).view(shape), get_format(name)
+    if shape[0] == 1:
+        x = x[0]
+    amax = x.float().abs().amax((-2, -1), keepdim=x.dim() == 3)
+    wanted, got = fmt.quantize(x, amax=amax), quantize(x, name, parts=shape[0], backend=backend)
+    for part, tensor in wanted.tensors().items():
+        assert not differences(got.tensors()[part].view(tensor.shape), tensor), part
+    if shape[0] == 1:
+        assert not differences(fake_quantize(x, name, backend=backend), fmt.fake_quantize(x))

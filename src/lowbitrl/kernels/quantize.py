@@ -24,6 +24,7 @@ from lowbitrl.formats.nvfp4 import Nvfp4
 
 from .backend import AUTO, REFERENCE, TRITON, choose
 from .cuda_library import CUDA
+from .quantizer_choice import best_first, preferred
 from .weight_cuda import launch_weight, why_not_weight
 
 # A program holds a row in registers: 16 warps hold this many columns before they spill.
@@ -67,7 +68,7 @@ def quantize(
         ValueError: K is not a multiple of the format's block; the backend can't run this.
     """
     fmt = get_format(format) if isinstance(format, str) else format
-    chosen = choose("quantize", backend, x.device, _candidates(x, fmt, amax))
+    chosen = quantizer_backend("quantize", x, fmt, amax, backend)
     if parts > 1 and chosen != CUDA and fmt.per == "tensor" and amax is None:
         amax = absmax(x, parts=parts, backend=chosen).view(-1, 1, 1)
     if chosen == REFERENCE:
@@ -100,10 +101,7 @@ def encode_unchecked(
     x: Tensor, format: Format, *, amax: Tensor | None = None, parts: int = 1, name: str | None = None
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """As ``encode``, but NaN is still to be looked for: bool (), whether x is finite; None where it has been."""
-    if (
-        x.device.type != "cuda"
-        or choose("quantize", AUTO, x.device, _candidates(x, format, amax)) == REFERENCE
-    ):
+    if x.device.type != "cuda" or quantizer_backend("quantize", x, format, amax) == REFERENCE:
         if parts > 1 and format.per == "tensor" and amax is None:
             amax = absmax(x, parts=parts).view(-1, 1, 1)
         return format.quantize(x, amax=amax, name=name), None
@@ -124,7 +122,7 @@ def fake_quantize(
 ) -> Tensor:
     """Values of ``quantize`` in x's dtype, no bytes written between; no gradient."""
     fmt = get_format(format) if isinstance(format, str) else format
-    chosen = choose("fake_quantize", backend, x.device, _candidates(x, fmt, amax))
+    chosen = quantizer_backend("fake_quantize", x, fmt, amax, backend)
     if chosen == REFERENCE:
         return fmt.fake_quantize(x.detach(), amax=amax, check=False)
     fmt.check_shape(x.shape)
@@ -158,8 +156,14 @@ def why_not_cuda(x: Tensor, fmt: Format, amax: Tensor | None) -> str | None:
     return why_not_weight(x)
 
 
-def _candidates(x: Tensor, fmt: Format, amax: Tensor | None) -> dict[str, str | None]:
-    return {TRITON: why_not_triton(x, fmt), CUDA: why_not_cuda(x, fmt, amax), REFERENCE: None}
+def quantizer_backend(
+    op: str, x: Tensor, fmt: Format, amax: Tensor | None = None, backend: str = AUTO
+) -> str:
+    """What ``op``, "quantize" or "fake_quantize", runs; ValueError where ``backend`` can't."""
+    width = x.shape[-1] if x.dim() else 1
+    first = preferred(op, x.numel() // max(width, 1), width)
+    candidates = {CUDA: why_not_cuda(x, fmt, amax), TRITON: why_not_triton(x, fmt), REFERENCE: None}
+    return choose(op, backend, x.device, best_first(first, candidates))
 
 
 @torch.library.custom_op("lowbitrl::quantize", mutates_args=())

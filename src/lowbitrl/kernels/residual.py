@@ -3,7 +3,7 @@
     X~ = Q(X) - M Q(Q(X) - X),  M the channels of formats/residual.py
 
 equal to ``compensate`` bit for bit, channels and ties included. No host synchronization. Launches on CUDA, by
-"cuda" (BF16 rows, sm90, needs nvcc) and by "triton":
+"cuda" (BF16 rows, sm90, needs nvcc) and by "triton"; a measured table says which is faster where:
 
     scope "token", or every channel      1
     scope "batch", up to 256 tokens      2
@@ -23,6 +23,7 @@ from lowbitrl.formats.residual import Scope, channel_count, compensate
 from .backend import AUTO, REFERENCE, TRITON, choose
 from .cuda_library import CUDA
 from .quantize import LONGEST_ROW, fake_quantize
+from .quantizer_choice import best_first, preferred
 from .residual_cuda import why_not_rows
 
 # Formats whose first and second pass the kernels know.
@@ -47,14 +48,23 @@ def quantize_residual(
     fmt = get_format(format) if isinstance(format, str) else format
     if not fraction:
         return fake_quantize(x, fmt, backend=backend)
-    rule = _why_not_format(fmt)
-    candidates = {TRITON: rule or _why_not_triton(x), CUDA: rule or why_not_rows(x), REFERENCE: None}
-    chosen = choose("quantize_residual", backend, x.device, candidates)
+    chosen = residual_backend(x, fraction, format=fmt, scope=scope, backend=backend)
     if chosen == REFERENCE:
         return compensate(x.detach(), fmt, fraction, scope, real)
     fmt.check_shape(x.shape)
     count = channel_count(x.shape[-1], fraction)
     return torch.ops.lowbitrl.quantize_residual(x.detach(), count, scope, real, chosen)
+
+
+def residual_backend(
+    x: Tensor, fraction: float, *, format: Format, scope: Scope = "batch", backend: str = AUTO
+) -> str:
+    """What ``quantize_residual`` runs for a fraction over 0; ValueError where ``backend`` can't."""
+    rule, width = _why_not_format(format), x.shape[-1] if x.dim() else 1
+    every = channel_count(width, fraction) == width
+    first = preferred(f"residual {'all' if every else scope}", x.numel() // max(width, 1), width)
+    candidates = {CUDA: rule or why_not_rows(x), TRITON: rule or _why_not_triton(x), REFERENCE: None}
+    return choose("quantize_residual", backend, x.device, best_first(first, candidates))
 
 
 def _why_not_format(fmt: Format) -> str | None:

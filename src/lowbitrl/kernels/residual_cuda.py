@@ -32,6 +32,12 @@ FOLD_BYTES = 32 << 10
 TOKEN, ROW, SLAB, SCORES, CHOOSE, REPAIR = range(6)
 CHOOSE_THREADS = 512
 REPAIR_ROWS = 2
+NARROW = 128
+"""Threads up to which several CTAs share a multiprocessor."""
+SCORES_ROWS, SCORES_ROWS_NARROW, SCORES_ROWS_WIDE = 8, 8, 2
+"""Rows in registers at a time: of CTAs of up to 512 threads, NARROW, and more than 512."""
+TOKEN_BLOCKS, TOKEN_BLOCKS_SELECT = 2, 2
+"""Blocks a thread where a row has more than a warp takes."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,10 @@ def plan_for(rows: int, blocks: int, *, every: bool, scope: str, programs: int) 
 
 
 def _token(rows: int, blocks: int, *, select: bool) -> Launch:
-    each = 1 if blocks <= WARP else 2
-    return Launch(TOKEN, each, (rows, 1), _threads(blocks, each), TALLY_BYTES, (int(select), 0, 0))
+    each = 1 if blocks <= WARP else TOKEN_BLOCKS_SELECT if select else TOKEN_BLOCKS
+    threads = _threads(blocks, each)
+    shared = TALLY_BYTES + (each * threads * BLOCK * 4 if select else 0)
+    return Launch(TOKEN, each, (rows, 1), threads, shared, (int(select), 0, 0))
 
 
 def _slab(rows: int, blocks: int, programs: int) -> Launch | None:
@@ -125,8 +133,11 @@ def _long(rows: int, blocks: int) -> list[Launch]:
     threads = _threads(blocks)
     across = -(-threads // 256)
     repair = _threads(-(-blocks // across))
+    batch = (
+        SCORES_ROWS_NARROW if threads <= NARROW else SCORES_ROWS if threads <= 512 else SCORES_ROWS_WIDE
+    )
     return [
-        Launch(SCORES, 8 if threads <= 512 else 2, (there, 1), threads, PEAK_BYTES),
+        Launch(SCORES, batch, (there, 1), threads, PEAK_BYTES),
         Launch(
             CHOOSE, 0, (width // columns, 1), CHOOSE_THREADS,
             TALLY_BYTES + max(quarter * columns, width) * 4, (columns, runs, there),

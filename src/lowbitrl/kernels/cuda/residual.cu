@@ -62,11 +62,14 @@ __device__ __forceinline__ Globals globals_at(const Problem& p, int pass, int ro
     return {p.globals[2 * pass * p.rows + row], p.globals[(2 * pass + 1) * p.rows + row]};
 }
 
+// With SELECT first passes wait in shared memory while bins are counted: registers would leave room for few warps.
 template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds__(THREADS) token_kernel(Problem p) {
     SHARED(Tally, tally);
+    float4* kept = reinterpret_cast<float4*>(tally + 1) + threadIdx.x;
     const int row = blockIdx.x;
     Packed x[BLOCKS];
-    uint32_t peak[BLOCKS], error_peak[BLOCKS], best = 0;
+    uint32_t peak[BLOCKS], best = 0;
+    float first[SELECT ? 1 : BLOCKS][BLOCK];
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
         const int block = j * blockDim.x + threadIdx.x;
@@ -75,18 +78,29 @@ template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds_
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) peak[j] = peak_of(x[j]), best = max(best, peak[j]);
     const Globals one = globals_of(block_max(best, tally->peaks[0]));
-    float first[BLOCKS][BLOCK];
     best = 0;
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
-        float exact[BLOCK], error[BLOCK];
-        unpack(x[j], exact);
-        quantize_block(exact, step_of(peak[j], one), first[j]);
-        subtract(first[j], exact, error);
-        error_peak[j] = peak_of(error), best = max(best, error_peak[j]);
+        auto& q = first[SELECT ? 0 : j];
+        float error[BLOCK];
+        unpack(x[j], error);
+        quantize_block(error, step_of(peak[j], one), q);
+        subtract(q, error, error);
+        peak[j] = peak_of(error), best = max(best, peak[j]);
+        if (SELECT)
+            for (int i = 0; i < 4; ++i)
+                kept[(4 * j + i) * blockDim.x] = make_float4(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
     }
     best = block_max(best, tally->peaks[1]);
-    const Globals two = globals_of(best);
+    const auto recall = [&](int j) -> const float(&)[BLOCK] {
+        if (SELECT)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float4 v = kept[(4 * j + i) * blockDim.x];
+                first[0][4 * i] = v.x, first[0][4 * i + 1] = v.y, first[0][4 * i + 2] = v.z, first[0][4 * i + 3] = v.w;
+            }
+        return first[SELECT ? 0 : j];
+    };
     Cut cut = {0, LAST_INDEX};
     if (SELECT) {
         const uint32_t high = min(best, NAN_KEY);
@@ -97,25 +111,27 @@ template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds_
                 if (block >= p.blocks) break;
                 float error[BLOCK];
                 unpack(x[j], error);
-                subtract(first[j], error, error);
+                subtract(recall(j), error, error);
 #pragma unroll
                 for (int i = 0; i < BLOCK; ++i) f(score_key(error[i]), block * BLOCK + i);
             }
         });
     }
+    const Globals two = globals_of(best);
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
         const int block = j * blockDim.x + threadIdx.x;
-        float error[BLOCK], second[BLOCK];
+        const auto& q = recall(j);
+        float error[BLOCK], out[BLOCK];
         unpack(x[j], error);
-        subtract(first[j], error, error);
-        quantize_block(error, step_of(error_peak[j], two), second);
+        subtract(q, error, error);
+        quantize_block(error, step_of(peak[j], two), out);
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) {
             const bool taken = !SELECT || cut.takes(score_key(error[i]), block * BLOCK + i);
-            first[j][i] = __fsub_rn(first[j][i], taken ? second[i] : 0.0f);
+            out[i] = __fsub_rn(q[i], taken ? out[i] : 0.0f);
         }
-        if (block < p.blocks) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, first[j]);
+        if (block < p.blocks) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, out);
     }
 }
 
@@ -211,7 +227,7 @@ __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int 
     }
 }
 
-template <int BATCH, int THREADS> __global__ void __launch_bounds__(THREADS) scores_kernel(Problem p) {
+template <int BATCH, int THREADS, int CTAS = 1> __global__ void __launch_bounds__(THREADS, CTAS) scores_kernel(Problem p) {
     struct Peaks {
         uint32_t of[2][RUN][MAX_WARPS];
     };
@@ -336,15 +352,13 @@ extern "C" int lowbitrl_residual(int kernel, int variant, int grid_x, int grid_y
 #define TOKEN(B, T) \
     if (is(0, B) && threads <= T) \
         return a ? start(token_kernel<B, T, true>, grid, threads, shared, s, p) : start(token_kernel<B, T, false>, grid, threads, shared, s, p);
-    TOKEN(1, 256) TOKEN(1, 1024) TOKEN(2, 256) TOKEN(2, 512) TOKEN(4, 128) TOKEN(4, 512)
+    TOKEN(1, 256) TOKEN(1, 1024) TOKEN(2, 256) TOKEN(2, 512) TOKEN(4, 128) TOKEN(4, 256)
     if (kernel == 1) return start(row_kernel, grid, threads, shared, s, p);
     if (is(2, 1)) return start(slab_kernel<1, 1024>, grid, threads, shared, s, p, a, b, c);
     if (is(2, 2)) return start(slab_kernel<2, 1024>, grid, threads, shared, s, p, a, b, c);
-    if (is(3, 8) && threads <= 256) return start(scores_kernel<8, 256>, grid, threads, shared, s, p);
-    if (is(3, 8)) return start(scores_kernel<8, 512>, grid, threads, shared, s, p);
-    if (is(3, 4) && threads <= 256) return start(scores_kernel<4, 256>, grid, threads, shared, s, p);
-    if (is(3, 4)) return start(scores_kernel<4, 512>, grid, threads, shared, s, p);
-    if (is(3, 2)) return start(scores_kernel<2, 1024>, grid, threads, shared, s, p);
+#define SCORES(B, T, C) \
+    if (is(3, B) && threads <= T) return start(scores_kernel<B, T, C>, grid, threads, shared, s, p);
+    SCORES(8, 128, 4) SCORES(8, 512, 1) SCORES(4, 128, 5) SCORES(4, 512, 1) SCORES(2, 128, 8) SCORES(2, 512, 2) SCORES(2, 1024, 1)
     if (kernel == 4) return start(choose_kernel, grid, threads, shared, s, p, a, b, c);
     if (is(5, 1)) return start(repair_kernel<1>, grid, threads, shared, s, p);
     if (is(5, 2)) return start(repair_kernel<2>, grid, threads, shared, s, p);
