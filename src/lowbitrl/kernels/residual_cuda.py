@@ -133,9 +133,7 @@ def _long(rows: int, blocks: int) -> list[Launch]:
     threads = _threads(blocks)
     across = -(-threads // 256)
     repair = _threads(-(-blocks // across))
-    batch = (
-        SCORES_ROWS_NARROW if threads <= NARROW else SCORES_ROWS if threads <= 512 else SCORES_ROWS_WIDE
-    )
+    batch = SCORES_ROWS_NARROW if threads <= NARROW else SCORES_ROWS if threads <= 512 else SCORES_ROWS_WIDE
     return [
         Launch(SCORES, batch, (there, 1), threads, PEAK_BYTES),
         Launch(

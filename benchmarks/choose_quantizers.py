@@ -1,0 +1,100 @@
+"""Check and measure the quantizers of both backends on this GPU and write the table that ``backend="auto"`` reads.
+
+    python benchmarks/choose_quantizers.py [--out src/lowbitrl/kernels/quantizer_choices.json]
+
+A row for each op and shape: microseconds by the CUDA kernel and by Triton's, and the faster. Nothing is timed that
+differs from the reference. Activations of decode size are warm in L2, as the op before leaves them; the rest is cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbitrl.bench.timing import cold_sets, time_calls
+from lowbitrl.formats import get_format
+from lowbitrl.formats.residual import compensate
+from lowbitrl.kernels import fake_quantize, quantize, quantize_residual
+from lowbitrl.kernels.backend import TRITON
+from lowbitrl.kernels.cuda_library import CUDA
+from lowbitrl.kernels.quantizer_choice import TABLE
+
+TOKENS = (1, 16, 64, 256, 512, 4096, 16384)
+WIDTHS = (2048, 7168)
+WEIGHTS = ((2048, 2048), (8192, 8192))
+# Gate and up of a layer of Qwen3-30B-A3B.
+STACK = (128, 1536, 2048)
+WARM_TOKENS = 512
+SAMPLES = 5
+
+Op = Callable[..., Tensor]
+
+
+def cases() -> Iterator[tuple[str, tuple[int, ...], Op, Callable[[Tensor], Tensor]]]:
+    """(name in the table, shape, op with ``backend=``, reference)."""
+    tokens, weights = get_format("nvfp4-token"), get_format("nvfp4")
+    for width in WIDTHS:
+        for rows in TOKENS:
+            for name, fraction, scope in (
+                ("batch", 0.5, "batch"),
+                ("token", 0.5, "token"),
+                ("all", 1.0, "batch"),
+            ):
+                yield (
+                    f"residual {name}", (rows, width), partial(quantize_residual, fraction=fraction, scope=scope),
+                    lambda x, f=fraction, s=scope: compensate(x, tokens, f, s),
+                )  # fmt: skip
+    for shape in WEIGHTS:
+        yield "fake_quantize", shape, partial(fake_quantize, format="nvfp4"), weights.fake_quantize
+        yield "quantize", shape, partial(codes, parts=1), lambda x: weights.quantize(x).qdata
+    peaks: Callable[[Tensor], Tensor] = lambda x: x.abs().float().amax((1, 2), keepdim=True)  # noqa: E731
+    yield (
+        "quantize",
+        STACK,
+        partial(codes, parts=STACK[0]),
+        lambda x: weights.quantize(x, amax=peaks(x)).qdata,
+    )
+
+
+def codes(x: Tensor, parts: int, backend: str) -> Tensor:
+    """NVFP4 codes of a weight or a stack."""
+    return quantize(x, "nvfp4", parts=parts, backend=backend).qdata
+
+
+def microseconds(op: Op, shape: tuple[int, ...], backend: str) -> float:
+    """Median time of one call."""
+    warm = shape[0] <= WARM_TOKENS and len(shape) == 2
+    count = 1 if warm else cold_sets(4 * torch.Size(shape).numel())
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    calls = [partial(op, x, backend=backend) for x in inputs]
+    return round(time_calls(calls, l2="warm" if warm else "cold", samples=SAMPLES).p50, 2)
+
+
+def main(out: Path) -> None:
+    """Measure every case and write the table."""
+    rows = []
+    for name, shape, op, reference in cases():
+        few = torch.randn(
+            (shape[0] if len(shape) == 3 else min(shape[0], 300), *shape[1:]), device="cuda"
+        ).bfloat16()
+        for backend in (CUDA, TRITON):
+            assert torch.equal(op(few, backend=backend), reference(few)), (name, shape, backend)
+        took = {backend: microseconds(op, shape, backend) for backend in (CUDA, TRITON)}
+        lines, width = torch.Size(shape[:-1]).numel(), shape[-1]
+        best = min(took, key=lambda b: took[b])
+        rows.append({"op": name, "rows": lines, "width": width, "backend": best, **took})
+        print(rows[-1], flush=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    out.write_text(f'{{"gpu": "{torch.cuda.get_device_name()}", "rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=TABLE)
+    main(parser.parse_args().out)
