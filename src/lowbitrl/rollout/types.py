@@ -60,7 +60,8 @@ class Completion:
         rollout_logprobs: log-probability of each token when it was sampled, fp32 values.
         finish_reason: "stop" (stop token), "length" (max_tokens reached: truncated), "abort" (given up by the
             engine), "nonfinite" (its next logits held NaN or Inf; tokens are those before).
-        version: weight version that sampled it.
+        version: weight version that sampled it; its first token, where an update met it.
+        token_versions: the version that sampled each token, where an engine lets updates meet requests.
         routes: experts taken by each token that was fed, (prompt + response - 1, layers, k) int16,
             where the engine records them (the last token is sampled, never fed).
 
@@ -75,6 +76,12 @@ class Completion:
     finish_reason: FinishReason
     version: int
     routes: Tensor | None = field(default=None, compare=False, repr=False)
+    token_versions: tuple[int, ...] | None = field(default=None, repr=False)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight version that sampled each token."""
+        return (self.version,) * len(self.token_ids) if self.token_versions is None else self.token_versions
 
     @property
     def truncated(self) -> bool:

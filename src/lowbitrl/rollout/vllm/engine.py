@@ -25,8 +25,10 @@ from torch import Tensor
 from lowbitrl.quant import Plan
 from lowbitrl.rollout.types import Completion, Sampling
 from lowbitrl.rollout.vllm import compat
+from lowbitrl.rollout.vllm.inflight import Policy
 from lowbitrl.rollout.vllm.planned import QUANT_METHOD, to_config
 from lowbitrl.rollout.vllm.requests import (
+    check_request,
     completion_of,
     prompt_logprobs,
     sample_params,
@@ -43,6 +45,13 @@ EXTENSION = "lowbitrl.rollout.vllm.transfer.WorkerExtension"
 
 # vLLM rewinds the generator of a seeded request whose prefill is cut in two, which CPU generators cannot.
 CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
+# A step that is scheduled before the one before it has ended would sample by weights it was not counted to. A cache
+# that running requests hold cannot be reset.
+IN_FLIGHT: dict[Policy, dict[str, Any]] = {
+    "finish": {},
+    "resume": {"async_scheduling": False},
+    "mix": {"async_scheduling": False, "enable_prefix_caching": False},
+}
 
 
 class VllmEngine:
@@ -53,6 +62,7 @@ class VllmEngine:
         plan: the learner's; resolved on the same model.
         dtype: compute dtype of both sides.
         bucket_bytes: about how much one message of an update holds.
+        in_flight: what an update does to requests under way in an `inflight.Flight`; `generate` leaves none.
         options: further arguments of `vllm.LLM`, such as max_model_len or gpu_memory_utilization.
 
     Raises:
@@ -66,10 +76,11 @@ class VllmEngine:
         plan: Plan,
         dtype: str = "bfloat16",
         bucket_bytes: int = BUCKET_BYTES,
+        in_flight: Policy = "finish",
         **options: Any,
     ) -> None:
         refuse_static(plan)
-        self.plan = plan
+        self.plan, self.in_flight = plan, in_flight
         self.version = -1
         self.bucket_bytes = bucket_bytes
         self.source: object = None  # what must live as long as this engine: a folder that it was loaded from
@@ -77,9 +88,9 @@ class VllmEngine:
         with _undisturbed():
             from vllm import LLM
 
-            self.llm = LLM(model=str(model), dtype=dtype, **(_options(plan) | options))
+            self.llm = LLM(model=str(model), dtype=dtype, **(_options(plan) | IN_FLIGHT[in_flight] | options))
         _beating(self.llm.llm_engine)
-        self._eos = _stop_tokens(self.llm)
+        self.eos = _stop_tokens(self.llm)
         self.llm.init_weight_transfer_engine({"init_info": {"digest": plan.digest}})
         self.report: dict[str, Any] = self.llm.collective_rpc("lowbitrl_report")[0]
 
@@ -100,7 +111,7 @@ class VllmEngine:
         check_request(self.version, prompts, n, seeds)
         pairs = [(p, j) for p in range(len(prompts)) for j in range(n)]
         requests = [{"prompt_token_ids": list(prompts[p])} for p, _ in pairs]
-        params = [sample_params(sampling, seed_of(seeds[p], j), self._eos) for p, j in pairs]
+        params = [sample_params(sampling, seed_of(seeds[p], j), self.eos) for p, j in pairs]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [
             completion_of(p, j, out.outputs[0], self.version)
@@ -126,7 +137,7 @@ class VllmEngine:
         control = _InProcess(self.llm)
         send(control, stream, manifest_data(manifest), by_file=self._spread, bucket_bytes=self.bucket_bytes)
         self.version = manifest.version
-        if not self.llm.reset_prefix_cache():
+        if self.in_flight != "mix" and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache across an update: requests are still running")
 
     def state(self) -> dict[str, int]:
@@ -201,19 +212,6 @@ def refuse_static(plan: Plan) -> None:
             f"{static[0]} has a static activation scale, which vLLM is not fed here; use activation_scale='token' or "
             "the embedded engine"
         )
-
-
-def check_request(version: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int]) -> None:
-    """Refuse what no engine can sample from; ValueError."""
-    if version < 0:
-        raise ValueError("no version was published to this engine yet; call update(stream, manifest) first")
-    if n < 1:
-        raise ValueError(f"n={n} samples nothing; give at least 1")
-    if len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one a prompt")
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {i} is empty; give at least one token")
 
 
 def _options(plan: Plan) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from lowbitrl.rollout.types import Completion, FinishReason, Sampling
 from lowbitrl.rollout.vllm import compat
 
 
-def seed_of(seed: int, sample: int) -> int:
-    """The seed of sample j of a prompt, whatever else is in the batch."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{sample}".encode()).digest()[:8], "big") >> 2
+def seed_of(seed: int, sample: int, begun: int = 0) -> int:
+    """The seed of sample j of a prompt, whatever else is in the batch; `begun` tokens came from another stream."""
+    name = f"{seed}/{sample}/{begun}" if begun else f"{seed}/{sample}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
 def sampling_fields(sampling: Sampling, seed: int, eos: tuple[int, ...]) -> dict[str, Any]:
@@ -35,11 +36,35 @@ def sampling_fields(sampling: Sampling, seed: int, eos: tuple[int, ...]) -> dict
     }
 
 
-def sample_params(sampling: Sampling, seed: int, eos: tuple[int, ...]) -> Any:
-    """One request's SamplingParams."""
+def sample_params(
+    sampling: Sampling,
+    seed: int,
+    eos: tuple[int, ...],
+    *,
+    max_tokens: int | None = None,
+    by_step: bool = False,
+) -> Any:
+    """One request's SamplingParams; `by_step` asks for each step's new tokens, not for all at the end."""
+    from vllm.sampling_params import RequestOutputKind
+
     from vllm import SamplingParams
 
-    return SamplingParams(**sampling_fields(sampling, seed, eos))
+    fields = sampling_fields(sampling, seed, eos) | ({"max_tokens": max_tokens} if max_tokens else {})
+    kind = RequestOutputKind.DELTA if by_step else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**fields, output_kind=kind)
+
+
+def check_request(version: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int]) -> None:
+    """Refuse what no engine can sample from; ValueError."""
+    if version < 0:
+        raise ValueError("no version was published to this engine yet; call update(stream, manifest) first")
+    if n < 1:
+        raise ValueError(f"n={n} samples nothing; give at least 1")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one a prompt")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} is empty; give at least one token")
 
 
 def score_params(temperature: float) -> Any:

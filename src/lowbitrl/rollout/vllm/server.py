@@ -27,10 +27,10 @@ from torch import Tensor
 
 from lowbitrl.quant import Plan
 from lowbitrl.rollout.types import Completion, Sampling
-from lowbitrl.rollout.vllm.engine import EXTENSION, check_request, refuse_static, summary
+from lowbitrl.rollout.vllm.engine import EXTENSION, refuse_static, summary
 from lowbitrl.rollout.vllm.planned import QUANT_METHOD, to_file
 from lowbitrl.rollout.vllm.process import Server, flags, is_healthy
-from lowbitrl.rollout.vllm.requests import finish_reason, sampling_fields, seed_of
+from lowbitrl.rollout.vllm.requests import check_request, finish_reason, sampling_fields, seed_of
 from lowbitrl.rollout.vllm.sealed import manifest_data
 from lowbitrl.rollout.vllm.sending import BUCKET_BYTES, send
 from lowbitrl.sync.manifest import Manifest
