@@ -256,6 +256,22 @@ def test_a_damaged_version_is_refused_with_its_name(pair, tensors, message):
     assert engine.version == 12
 
 
+def test_sleep_keeps_a_version_or_asks_for_a_new_one(pair):
+    """On a CPU vLLM has no memory to give; what an engine may sample from afterwards is the same."""
+    learner, engine = pair
+    push(learner, engine, 12)
+    done = gap(learner, engine)[1]
+    engine.sleep(1)
+    engine.wake()
+    assert gap(learner, engine)[1] == done
+    engine.sleep(2)
+    engine.wake()
+    with pytest.raises(ValueError, match="no version"):
+        engine.generate(PROMPTS, 1, Sampling(max_tokens=1))
+    push(learner, engine, 12)
+    assert gap(learner, engine)[1] == done
+
+
 def test_another_plans_version_is_refused(pair):
     learner, engine = pair
     published = publish(learner, 13)

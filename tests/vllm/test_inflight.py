@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 def fly(folder, policy):
-    """Five steps of version 0, an update, and the rest: (learner 0, learner 1, completions, engine's own later ones)."""
+    """Five steps of version 0, an update, the rest: (learner 0, learner 1, completions, later completions)."""
     with both_sides(folder, RECIPE, in_flight=policy) as (learner, engine):
         first = publish(learner, 0)
         engine.update(first.stream(), first.manifest)

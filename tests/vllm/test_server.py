@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from lowbitrl.quant import Recipe, prepare
 from lowbitrl.rollout.types import Sampling
+from lowbitrl.rollout.vllm.planned import to_config
+from lowbitrl.rollout.vllm.sealed import manifest_data
 from lowbitrl.rollout.vllm.server import VllmServer, VllmServerEngine
 from lowbitrl.sync.publisher import publish
 from lowbitrl.trainer.logprobs import response_logprobs
@@ -91,6 +97,43 @@ def test_a_server_that_is_killed_while_it_samples_comes_back_with_its_version(si
     assert engine.server.starts == starts + 1
     assert [(c.token_ids, c.version) for c in again] == [(c.token_ids, c.version) for c in owed]
     assert engine.state() == state
+
+
+PUBLISHER = """
+import json, os, signal, sys
+from safetensors.torch import load_file
+from lowbitrl.rollout.vllm.planned import from_config
+from lowbitrl.rollout.vllm.sealed import manifest_of
+from lowbitrl.rollout.vllm.server import VllmServerEngine
+url, folder = sys.argv[1:]
+plan = from_config(json.load(open(folder + "/plan.json")))
+tensors = load_file(folder + "/version.safetensors")
+def stream():
+    for i, named in enumerate(tensors.items()):
+        if 2 * i > len(tensors):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield named
+engine = VllmServerEngine(url, plan, (2,), bucket_bytes=1)
+engine.update(stream(), manifest_of(json.load(open(folder + "/manifest.json"))))
+"""
+
+
+def test_a_publisher_killed_half_way_leaves_the_old_version_serving(sides, tmp_path):
+    learner, engine = sides
+    before = publish(learner, 6)
+    engine.update(before.stream(), before.manifest)
+    state, done = engine.state(), engine.generate(PROMPTS, 1, Sampling(max_tokens=8))
+    train(learner)
+    after = publish(learner, 7)
+    save_file({name: t.clone() for name, t in after.tensors.items()}, tmp_path / "version.safetensors")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest_data(after.manifest)))
+    (tmp_path / "plan.json").write_text(json.dumps(to_config(engine.plan)))
+    command = [sys.executable, "-c", PUBLISHER, engine.url, str(tmp_path)]
+    assert subprocess.run(command, check=False, timeout=200).returncode == -signal.SIGKILL
+    assert engine.state() == state
+    assert engine.generate(PROMPTS, 1, Sampling(max_tokens=8)) == done
+    engine.update(after.stream(), after.manifest)
+    assert engine.state() != state
 
 
 def test_what_is_not_there_or_wears_another_plan_is_refused(sides):

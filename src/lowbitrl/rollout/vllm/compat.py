@@ -26,6 +26,12 @@ def finish_weight_update(llm: Any, version: int) -> None:
         llm.finish_weight_update()
 
 
+def stamp(llm: Any, version: int) -> None:
+    """The version of outputs from now on, where vLLM stamps them: what its own end of an update does last."""
+    if hasattr(llm.llm_engine, "set_weight_version"):
+        llm.llm_engine.set_weight_version(str(version))
+
+
 def stamped_versions(output: Any) -> list[tuple[int, int, int]] | None:
     """(version, first token, past its last token) spans of a completion; None where vLLM keeps none."""
     spans = getattr(output, "weight_versions", None)

@@ -134,15 +134,19 @@ class VllmEngine:
             ValueError: another plan's version, or a stream that is not exactly the manifest's; the old
                 version is then still served.
         """
-        control = _InProcess(self.llm)
+        control = _AcrossWorkers(self.llm) if self._spread else _InProcess(self.llm)
         send(control, stream, manifest_data(manifest), by_file=self._spread, bucket_bytes=self.bucket_bytes)
         self.version = manifest.version
         if self.in_flight != "mix" and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache across an update: requests are still running")
 
     def state(self) -> dict[str, int]:
-        """Checksums of everything that is served."""
-        return self.llm.collective_rpc("lowbitrl_state")[0]
+        """Checksums of everything that is served, by the first rank."""
+        return self.states()[0]
+
+    def states(self) -> list[dict[str, int]]:
+        """Checksums of everything that each rank serves."""
+        return self.llm.collective_rpc("lowbitrl_state")
 
     def sleep(self, level: int = 1) -> None:
         """Give memory to the learner: 1 keeps weights on the host, 2 drops them (an update must follow).
@@ -194,6 +198,33 @@ class _InProcess:
 
     def finish(self, version: int) -> None:
         compat.finish_weight_update(self._llm, version)
+
+
+class _AcrossWorkers:
+    """`sending.Control` over an LLM object with several workers.
+
+    Their refusals come back as text: an exception of one worker leaves the others' answers in vLLM's queues, and the
+    next call would read those.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def _call(self, step: str, **arguments: Any) -> None:
+        answers = self._llm.collective_rpc("lowbitrl_control", args=(step, arguments))
+        for answer in answers:
+            if answer["error"]:
+                raise ValueError(answer["error"])
+
+    def start(self) -> None:
+        self._call("start_weight_update")
+
+    def update(self, info: dict[str, Any]) -> None:
+        self._call("update_weights", update_info=info)
+
+    def finish(self, version: int) -> None:
+        self._call("finish_weight_update")
+        compat.stamp(self._llm, version)
 
 
 def summary(report: dict[str, Any]) -> str:
