@@ -43,7 +43,8 @@ class RealTokens:
 
     def watch(self, runner: type) -> None:
         """Keep the count before every batch that a model runner executes. Idempotent."""
-        if runner.__qualname__ in self.watched:
+        name = f"{runner.__module__}.{runner.__qualname__}"  # vLLM has two runners of one name
+        if name in self.watched:
             return
         execute = runner.execute_model  # type: ignore[attr-defined]
 
@@ -53,7 +54,7 @@ class RealTokens:
             return execute(this, scheduler_output, *args, **kwargs)
 
         runner.execute_model = counted  # type: ignore[attr-defined]
-        self.watched.append(runner.__qualname__)
+        self.watched.append(name)
 
 
 REAL_TOKENS = RealTokens()
