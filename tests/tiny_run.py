@@ -66,3 +66,13 @@ def config(folder: Path, out: str = "run", **sections: object) -> RunConfig:
     for name, section in sections.items():
         data[name] = data[name] | section if isinstance(data.get(name), dict) else section
     return validate(data)
+
+
+def toml(data: dict, prefix: str = "") -> str:
+    """Plain data as TOML, sections after values."""
+    values = {k: v for k, v in data.items() if not isinstance(v, dict)}
+    lines = [f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in values.items()]
+    for name, section in data.items():
+        if isinstance(section, dict) and section:
+            lines += [f"[{prefix}{name}]", toml(section, f"{prefix}{name}.")]
+    return "\n".join(lines)

@@ -209,7 +209,7 @@ def serve(
 
 
 def _company() -> str:
-    return f", {ranks.size()} processes" if ranks.joined() else ""
+    return f", {ranks.size()} process{'es' * (ranks.size() > 1)}" if ranks.joined() else ""
 
 
 def _static_models(trainer: Trainer) -> list[PreTrainedModel]:

@@ -29,7 +29,7 @@ def torchrun(size, folder, out, *options, **sections):
     """`torchrun -m lowbitrl train FOLDER/OUT.toml`, started."""
     config = tiny_run.config(folder, out, **(SECTIONS | sections))
     recipe = folder / f"{out}.toml"
-    recipe.write_text(toml(config.model_dump(mode="json", exclude_none=True)))
+    recipe.write_text(tiny_run.toml(config.model_dump(mode="json", exclude_none=True)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     command += ["--master-port", str(free_port()), "-m", "lowbitrl", "train", str(recipe), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -43,16 +43,6 @@ def ended(process):
     finally:
         process.kill()
     return process.returncode, out, err
-
-
-def toml(data, prefix=""):
-    """Plain data as TOML, sections after values."""
-    values = {k: v for k, v in data.items() if not isinstance(v, dict)}
-    lines = [f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in values.items()]
-    for name, section in data.items():
-        if isinstance(section, dict) and section:
-            lines += [f"[{prefix}{name}]", toml(section, f"{prefix}{name}.")]
-    return "\n".join(lines)
 
 
 def lasting(folder):

@@ -15,9 +15,8 @@ from lowbitrl import watch
 from lowbitrl.loop import train
 from lowbitrl.supervise import supervise
 from lowbitrl.watch import HUNG, Watch
-from tests.distributed.test_torchrun import toml
 from tests.faults.killing import finish, hang, instead, lasting, lost_steps, start
-from tests.tiny_run import config
+from tests.tiny_run import config, toml
 
 SECTIONS = {
     "trainer": {"steps": 3},
