@@ -1,9 +1,10 @@
 """Experts on a GPU: memory of a rollout by dispatch, and bits of learner and rollout.
 
 memory   a few layers of a Qwen3-30B-A3B's shapes, random weights, wearing NVFP4 W4A16 and W4A4: resident
-         bytes after `prepare`, and peak of a decode step (--rows tokens) and of a prefill (rows x --length),
-         against the same model in BF16 and against decoded experts kept (rollout.keep_decoded_experts)
-bits     torch.equal of learner and rollout logits on the same bytes, each dispatch, each recipe
+         bytes after `prepare`, and peak of a decode step (--rows tokens) and of a prefill (rows x --length):
+         the learner's products (rollout.kernels' default), low-bit kernels, decoded experts kept
+         (rollout.keep_decoded_experts), and the same model in BF16
+bits     torch.equal of learner and rollout logits on the same bytes, each dispatch, recipe and choice of kernels
 
 python benchmarks/moe_memory.py --out results/moe-memory
 """
@@ -14,6 +15,7 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,6 +30,11 @@ RECIPES = {
     "w4a16 weights": Recipe(rollout="nvfp4-w4a16", learner="weights"),
     "w4a4 full": Recipe(rollout="nvfp4", learner="full"),
     "w4a4 full + residual 0.5": Recipe(rollout="nvfp4", learner="full", residual=0.5),
+}
+WAYS = {
+    "learner's products": {},
+    "low-bit kernels": {"kernels": "low-bit"},
+    "decoded experts kept": {"keep_decoded_experts": True},
 }
 GIB = 2**30
 
@@ -88,57 +95,66 @@ class Memory:
         return (torch.cuda.max_memory_allocated() / GIB if self.counts else 0.0) - before, 1000 * seconds
 
 
-def memory(arguments: argparse.Namespace) -> list[dict]:
-    """One row a dispatch and way to keep experts."""
-    meter, rows = Memory(arguments.device), []
+def ways(device: str, dispatch: str) -> Iterator[tuple[str, dict]]:
+    """What a rollout can be prepared with: low-bit kernels are CUDA's, and know one dispatch."""
+    for name, options in WAYS.items():
+        if "kernels" not in options or (device.startswith("cuda") and dispatch == DISPATCHES[0]):
+            yield name, options
+
+
+def memory(arguments: argparse.Namespace) -> Iterator[dict]:
+    """One row a dispatch and way to serve experts."""
+    meter = Memory(arguments.device)
     ids = torch.randint(3, 4000, (arguments.rows, arguments.length), device=arguments.device)
-    for recipe in (None, "nvfp4-w4a16", "nvfp4"):
-        for dispatch in DISPATCHES:
-            for keep in (False, True):
-                if recipe is None and keep:
-                    continue
+    for dispatch in DISPATCHES:
+        for recipe in (None, "nvfp4-w4a16", "nvfp4"):
+            for way, options in ways(arguments.device, dispatch) if recipe else [("BF16", {})]:
                 base = meter.held()
                 model = build(arguments, dispatch, arguments.layers)
                 stacks = sum(
                     getattr(m, name.rpartition(".")[2]).nbytes for name, m in expert_stacks(model).items()
                 )
                 if recipe:
-                    prepare(model, Recipe(rollout=recipe), "rollout", keep_decoded_experts=keep)
-                row = {"rollout": recipe or "bf16", "dispatch": dispatch, "keep_decoded_experts": keep}
+                    prepare(model, Recipe(rollout=recipe), "rollout", **options)
+                row = {"rollout": recipe or "bf16", "dispatch": dispatch, "way": way}
                 row |= {"experts_bf16": stacks / GIB, "resident": meter.held() - base}
                 row["decode_peak"], row["decode_ms"] = meter.peak(model, ids[:, :1])
                 # A matrix a token: a prefill of it is out of the question.
                 if dispatch != "batched_mm":
                     row["prefill_peak"], row["prefill_ms"] = meter.peak(model, ids)
-                rows.append(row)
-                print(" ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
-                      flush=True)  # fmt: skip
+                yield row
                 del model
-    return rows
 
 
 @torch.no_grad()
-def bits(arguments: argparse.Namespace) -> list[dict]:
+def bits(arguments: argparse.Namespace) -> Iterator[dict]:
     """Whether learner and rollout logits are the same bits; the largest difference where they are not."""
-    rows = []
     ids = torch.randint(3, 4000, (3, 17), device=arguments.device)
     for dispatch in DISPATCHES:
         for name, recipe in RECIPES.items():
-            sides = [build(arguments, dispatch, 2) for _ in range(2)]
-            for model, side in zip(sides, ("learner", "rollout"), strict=True):
-                prepare(model, recipe, side)
-            ours, theirs = (model(input_ids=ids, use_cache=False).logits for model in sides)
-            row = {"dispatch": dispatch, "recipe": name, "equal": torch.equal(ours, theirs)}
-            row |= {"largest": float((ours.float() - theirs.float()).abs().max())}
-            row |= {"finite": bool(ours.isfinite().all())}
-            rows.append(row)
-            print(row, flush=True)
-            del sides, ours, theirs
-    return rows
+            learner = build(arguments, dispatch, 2)
+            prepare(learner, recipe, "learner")
+            ours = learner(input_ids=ids, use_cache=False).logits
+            del learner
+            gc.collect()
+            for way, options in ways(arguments.device, dispatch):
+                rollout = build(arguments, dispatch, 2)
+                prepare(rollout, recipe, "rollout", **options)
+                theirs = rollout(input_ids=ids, use_cache=False).logits
+                yield {
+                    "dispatch": dispatch,
+                    "recipe": name,
+                    "way": way,
+                    "equal": torch.equal(ours, theirs),
+                    "largest": float((ours.float() - theirs.float()).abs().max()),
+                    "finite": bool(ours.isfinite().all()),
+                }
+                del rollout
+                gc.collect()
 
 
 def main() -> None:
-    """results.json; written anew after either part."""
+    """results.json; written anew after every row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -158,8 +174,12 @@ def main() -> None:
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part, measure in (("bits", bits), ("memory", memory)):
-        results[part] = measure(arguments)
-        (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        results[part] = []
+        for row in measure(arguments):
+            print(" ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
+                  flush=True)  # fmt: skip
+            results[part].append(row)
+            (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
