@@ -7,6 +7,9 @@ from lowbitrl.kernels.grouped_w4a16 import align_experts
 from lowbitrl.quant import Recipe, attachment, describe_products, prepare
 from lowbitrl.quant.experts import Groups
 from lowbitrl.quant.linear import FEW_TOKENS
+from lowbitrl.rollout import Sampling
+from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.sync.publisher import publish
 from tests.conftest import tiny_llama
 from tests.moe_models import KINDS, tiny_moe
 
@@ -113,6 +116,38 @@ def test_dispatches_agree(kind, kernels):
         eager, *others = (model(IDS.cuda()).logits.float() for model in models)
     for other in others:
         assert (other - eager).norm() <= 0.02 * eager.norm()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(rollout="nvfp4-w4a16"), Recipe(rollout="nvfp4", residual=0.5, residual_scope="token")],
+    ids=["w4a16", "w4a4+0.5"],
+)
+def test_a_cuda_graph_decodes_experts_that_read_bytes_before_and_after_an_update(kind, recipe):
+    """What it said of its tokens is what a prefill says, of the version it serves; other versions are 0.9 away."""
+    learner, model = worn(kind, "eager", recipe, "learner"), worn(kind, "eager", recipe, "rollout", "low-bit")
+    engine, asked = EmbeddedEngine(model, "graph"), [[5, 6, 7], [8, 9]]
+    for version in range(2):
+        completions = engine.generate(asked, 8, Sampling(max_tokens=12, stop_token_ids=(128,)))
+        said = torch.tensor([c.rollout_logprobs for c in completions])
+        sequences = [[*asked[c.prompt_index], *c.token_ids] for c in completions]
+        scored = torch.stack([row[-12:].cpu() for row in engine.score(sequences)])
+        assert (scored - said).abs().mean() < 0.2
+        with torch.no_grad():
+            for parameter in learner.parameters():
+                parameter.mul_(1.5 if parameter.ndim == 3 else 1.0)
+        published = publish(learner, version)
+        engine.update(published.stream(), published.manifest)
+        scored = torch.stack([row[-12:].cpu() for row in engine.score(sequences)])
+        assert (scored - said).abs().mean() > 0.4
+
+
+def test_a_cuda_graph_is_refused_to_experts_that_the_host_dispatches():
+    model = worn("qwen3_moe", "eager", Recipe(rollout="nvfp4-w4a16"), "rollout")
+    with pytest.raises(ValueError, match=r"dispatched by the host \(rollout\.kernels = 'learner'\)"):
+        EmbeddedEngine(model, "graph")
+    assert EmbeddedEngine(model)._choose([[1]]) == "batch"
 
 
 @pytest.mark.parametrize("kernels", ["learner", "low-bit"])

@@ -7,7 +7,7 @@ from lowbitrl.config import ConfigError
 from lowbitrl.kernels.w4a16_choice import measured_on
 from lowbitrl.loop import train
 from lowbitrl.quant import Recipe, attachment, describe_products, prepare, resolve
-from lowbitrl.quant.products import why_not_low_bit
+from lowbitrl.quant.products import why_experts_wait, why_not_low_bit, worn_experts
 from tests.conftest import tiny_llama
 from tests.moe_models import tiny_moe
 from tests.tiny_run import config
@@ -41,6 +41,25 @@ def test_what_cannot_run_is_refused_before_the_model_is_touched():
     assert not hasattr(model, "lowbitrl")
     with pytest.raises(ValueError, match="the learner multiplies decoded weights"):
         prepare(model, Recipe(rollout="nvfp4"), "learner", kernels="low-bit")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (Recipe(rollout="nvfp4", residual=0.5), None),
+        (Recipe(rollout="nvfp4", residual_sites={"w2": 0.5}), "W2's residual is chosen expert by expert"),
+        (Recipe(rollout="mxfp4"), "mxfp4"),
+    ],
+)
+def test_experts_that_read_bytes_wait_for_no_host(recipe, reason):
+    model = tiny_moe()
+    prepare(model, recipe, "rollout")
+    assert why_experts_wait(model) == "rollout.kernels = 'learner'"
+    for experts in worn_experts(model):
+        experts.low_bit = True
+    found = why_experts_wait(model)
+    assert found is None if reason is None else reason in found
+    assert why_experts_wait(tiny_llama()) is None
 
 
 def test_the_statement_counts_what_reads_bytes():

@@ -60,12 +60,26 @@ def describe_products(model: nn.Module) -> str:
     linears = [m for m in model.modules() if isinstance(m, RolloutLinear) and m.encoded is not None]
     reading = [m for m in linears if m.encoded is not None and why_not_weight4(m.encoded) is None]
     parts = [f"{len(reading)} of {len(linears)} linears (up to {FEW_TOKENS} tokens a pass)"]
-    worn = [m.__dict__["lowbitrl_experts"] for m in model.modules() if "lowbitrl_experts" in m.__dict__]
+    worn = worn_experts(model)
     parts += [_of_experts(worn)] if worn else []
     return (
         f"rollout products: low-bit kernels in {' and '.join(parts)}, the learner's elsewhere; their rounding differs "
         "from the learner's and counts as engine drift (rollout.kernels = 'low-bit')"
     )
+
+
+def why_experts_wait(model: nn.Module) -> str | None:
+    """Why the host must see a rollout's routing between two launches, or None: all its experts read bytes."""
+    for experts in worn_experts(model):
+        reason = experts.why_not_bytes() if experts.low_bit else "rollout.kernels = 'learner'"
+        if reason:
+            return reason
+    return None
+
+
+def worn_experts(model: nn.Module) -> list[WornExperts]:
+    """What the experts modules of a prepared model wear."""
+    return [m.__dict__["lowbitrl_experts"] for m in model.modules() if "lowbitrl_experts" in m.__dict__]
 
 
 def _of_experts(worn: list[WornExperts]) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lowbitrl.quant import attachment, real_tokens
+from lowbitrl.quant.products import why_experts_wait
 from lowbitrl.rollout.embedded.batch import Decoded, cache_argument, pad_left, prefill
 from lowbitrl.rollout.embedded.sampler import sample
 from lowbitrl.rollout.types import Sampling
@@ -38,8 +39,8 @@ def why_unavailable(model: PreTrainedModel) -> str:
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if kinds or window:
         return f"its attention is not full in every layer ({', '.join(sorted(kinds)) or 'sliding window'})"
-    if attachment(model).stacks:
-        return "its experts are dispatched by the host"
+    if attachment(model).stacks and (reason := why_experts_wait(model)):
+        return f"its experts are dispatched by the host ({reason})"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"attn_implementation={config._attn_implementation!r} takes no explicit mask"
     return ""
