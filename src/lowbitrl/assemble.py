@@ -87,6 +87,7 @@ class Parts:
         losses: list[str] = []
         if isinstance(self.engine, VllmServerEngine):
             losses, self.engine.losses = self.engine.losses, losses
+        losses = [loss for of_rank in ranks.gather(losses) for loss in of_rank]
         self.news += [f"engine restarted, its version given to it again: {why}" for why in losses]
         return {"faults/engine_restarts": float(len(losses))}
 
@@ -199,7 +200,7 @@ def serve(
 ) -> tuple[Served, float]:
     """Publish the learner's weights to the engine; also the share of quantized codes that differ from `before`."""
     if ranks.joined():
-        assert isinstance(engine, EmbeddedEngine)
+        assert not isinstance(engine, VllmEngine)
         manifest, changed = ship(learner, engine, version)
         return Served(manifest), changed
     published = publish(learner, version)
@@ -253,10 +254,10 @@ def _engine(
 ) -> Engines:
     """The rollout side; it serves nothing before the first update."""
     options = config.rollout
-    if options.engine != "embedded" and ranks.joined():
+    if options.engine == "vllm" and ranks.joined():
         raise ValueError(
-            f"rollout.engine={options.engine!r} is fed by one process, and torchrun started several that train "
-            "together; use engine='embedded', which samples on every rank"
+            "rollout.engine='vllm' joins vLLM to the process that trains, and torchrun started processes that are "
+            "joined already; use 'vllm-server', which gives each a vLLM beside it, or 'embedded'"
         )
     if options.engine == "embedded":
         rollout, _ = load_model(config.model.name, config.model.dtype, device)
@@ -279,7 +280,8 @@ def _engine(
 
 def _served(config: RunConfig, plan: Plan, learner: PreTrainedModel, source: str) -> VllmServerEngine:
     options = config.rollout
-    devices = {} if options.vllm_devices is None else {"CUDA_VISIBLE_DEVICES": options.vllm_devices}
+    gpus = ranks.local_gpus(options.vllm_devices)
+    devices = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     server = VllmServer(source, plan, config.model.dtype, flags(options.vllm), environment=devices)
     # 0 waits for ever, which a socket calls None.
     seconds = options.timeout or None

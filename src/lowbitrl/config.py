@@ -89,7 +89,8 @@ class RolloutConfig(_Section):
         engine: "embedded", "vllm" in this process, or "vllm-server" in a process of its own (docs/vllm.md); the
             settings of the embedded engine above then have no say.
         vllm: further arguments of vLLM's LLM, or flags of its server, such as {max_model_len = 2048}.
-        vllm_devices: CUDA_VISIBLE_DEVICES of a server; unset shares those of this process.
+        vllm_devices: CUDA_VISIBLE_DEVICES of a server; unset shares those of this process. Under torchrun every process
+            has a server: on its own GPU, or on its part of those that are named here.
         timeout: seconds of silence after which an engine counts as hung; 0 waits for ever. A server that keeps a
             request for longer is restarted; an engine in this process that moves no token for longer ends the
             process with code 3, to be resumed (`train --restarts`).

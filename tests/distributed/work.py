@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,23 @@ def run(config: Any, resume: bool = False) -> list[str]:
     said: list[str] = []
     train_run(config, resume, say=said.append)
     return said
+
+
+def served(config: Any, fake: Path, folder: Path) -> tuple[list[str], int]:
+    """As `run`, with a stand-in for vLLM on every rank, which obeys orders-RANK.json; also how many started."""
+    from lowbitrl import assemble
+    from lowbitrl.rollout.vllm.process import Server
+
+    servers: list[Server] = []
+
+    def server(source: str, plan: Any, *_: Any, **__: Any) -> Server:
+        command = [sys.executable, "-S", str(fake), plan.digest, str(folder / f"orders-{ranks.rank()}.json")]
+        servers.append(Server(lambda port: [*command, "--port", str(port)], 20))
+        return servers[-1]
+
+    assemble.VllmServer = server
+    said = run(config)
+    return said, sum(s.starts for s in servers)
 
 
 def fail_on(rank: int, folder: Path) -> None:

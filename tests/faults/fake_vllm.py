@@ -95,5 +95,7 @@ class Many(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:
+        sys.exit("a server is no rank of torchrun's, but it was told that it is one")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     Many(("127.0.0.1", port), Handler).serve_forever()

@@ -75,6 +75,30 @@ def local_device(kind: str) -> torch.device:
     return torch.device("cuda", number)
 
 
+def local_gpus(named: str | None) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a server of this process: its part of those named, or the GPU that it trains on.
+
+    None leaves the server what this process sees.
+
+    Raises:
+        ValueError: the named ones cannot be shared out evenly among the processes of this machine.
+    """
+    if not joined() or (named is None and not torch.cuda.is_available()):
+        return named
+    number = int(os.environ.get("LOCAL_RANK", 0))
+    if named is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return visible.split(",")[number] if visible else str(number)
+    devices, here = named.split(","), int(os.environ.get("LOCAL_WORLD_SIZE") or size())
+    if len(devices) % here:
+        raise ValueError(
+            f"rollout.vllm_devices={named!r} names {len(devices)} GPUs for the servers of {here} processes; name as "
+            "many for each"
+        )
+    each = len(devices) // here
+    return ",".join(devices[number * each : (number + 1) * each])
+
+
 def gather(value: T) -> list[T]:
     """Every rank's value, in the order of ranks, on all of them; anything that can be pickled."""
     if size() == 1:

@@ -7,12 +7,15 @@ from torch import nn
 from lowbitrl.distributed import ranks
 from lowbitrl.quant import attachment
 from lowbitrl.rollout.embedded import EmbeddedEngine
+from lowbitrl.rollout.vllm.server import VllmServerEngine
 from lowbitrl.sync.manifest import Manifest
 from lowbitrl.sync.publisher import pieces
 
 
-def ship(learner: nn.Module, engine: EmbeddedEngine, version: int) -> tuple[Manifest, float]:
-    """Gather and encode each group once, adopt it, let it go; then compare what all ranks serve.
+def ship(
+    learner: nn.Module, engine: EmbeddedEngine | VllmServerEngine, version: int
+) -> tuple[Manifest, float]:
+    """Gather and encode each group once, hand it to the engine, let it go; then compare what all ranks serve.
 
     Returns:
         The manifest, and the share of quantized codes that changed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from lowbitrl.rollout.vllm import keeper
 
 Command = Callable[[int], Sequence[str]]
 """The command line of a server that listens on a port of this host."""
+OF_TORCHRUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+)
 HEALTH_SECONDS = 5.0
 END_SECONDS = 30.0
 
@@ -71,7 +75,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | self.environment,
+                env=_inherited() | self.environment,
             )
         self._finalizer = weakref.finalize(self, _stop, self._process, True)
         self.starts += 1
@@ -95,6 +99,11 @@ class Server:
     def _stop(self, at_once: bool) -> None:
         self._finalizer.detach()
         _stop(self._process, at_once)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's variables but for torchrun's: the server is no rank of the run."""
+    return {name: value for name, value in os.environ.items() if not OF_TORCHRUN.fullmatch(name)}
 
 
 def _stop(process: subprocess.Popen[bytes], at_once: bool) -> None:

@@ -34,6 +34,7 @@ from lowbitrl.rollout.vllm.requests import check_request, finish_reason, samplin
 from lowbitrl.rollout.vllm.sealed import manifest_data
 from lowbitrl.rollout.vllm.sending import BUCKET_BYTES, send
 from lowbitrl.sync.manifest import Manifest
+from lowbitrl.sync.publisher import Publication, changed_codes
 
 START_SECONDS = 900.0  # A first start compiles kernels and captures graphs.
 REQUEST_SECONDS = 600.0
@@ -203,6 +204,22 @@ class VllmServerEngine:
         tensors = dict(stream)
         self._surely(lambda: self._send(tensors, manifest))
         self._served = (tensors, manifest)
+
+    def receive(
+        self, pieces: Iterable[dict[str, Tensor]], version: int, plan_digest: str
+    ) -> tuple[Manifest, float]:
+        """Serve a version that comes a fused group or a parameter at a time.
+
+        Each goes to the host as it comes: a server that is restarted needs the version once more.
+
+        Returns, Raises:
+            as `EmbeddedEngine.receive`; and as `update`, which leaves the old version served.
+        """
+        tensors = {n: t.detach().to("cpu", copy=True) for piece in pieces for n, t in piece.items()}
+        before = Publication(*self._served) if self._served else None
+        arrived = Publication(tensors, Manifest.of(version, plan_digest, tensors))
+        self.update(arrived.stream(), arrived.manifest)
+        return arrived.manifest, changed_codes(before, arrived)
 
     def _send(self, tensors: dict[str, Tensor], manifest: Manifest) -> None:
         data = manifest_data(manifest)
