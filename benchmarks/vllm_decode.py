@@ -6,12 +6,14 @@
 A step's time is the slope between two lengths of output, so that prefill and scheduling at the start cancel. The byte
 limit is what one step must read of the weights over the device's copy bandwidth. Experts count by the share of them
 that as many tokens hit, measured on the routing of prompts: they are drawn as decoded tokens come, near uniformly,
-since logits of random weights are near zero. CUDA graphs serve decoding, and no compiler runs, for every variant.
+since logits of random weights are near zero. CUDA graphs, of the measured numbers of sequences alone, serve decoding,
+and no compiler runs, for every variant. Results are written as each variant ends, in an order of worth.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import fcntl
 import json
 import os
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowbitrl.bench.ceilings import copy_bandwidth
-from lowbitrl.bench.record import Bench
+from lowbitrl.bench.record import Bench, merge_findings
 from lowbitrl.formats import get_format
 from lowbitrl.quant import Plan, Recipe, resolve
 from lowbitrl.runs import environment
@@ -47,13 +50,19 @@ OURS = {
     "ours nvfp4 residual 1.0": Recipe(rollout="nvfp4", residual=1.0),
 }
 STOCK = {"stock bf16": "bf16", "stock fp8": "fp8", "stock nvfp4": "nvfp4-w4a16"}
-PROMPT, SHORT, LONG = 64, 16, 80
+BY_WORTH = [
+    "stock nvfp4", "ours nvfp4-w4a16", "ours nvfp4", "ours nvfp4 residual 0.5", "stock fp8", "stock bf16",
+    "ours nvfp4 residual 1.0",
+]  # fmt: skip
+PROMPT, SHORT, LONG = 64, 16, 64
 # vLLM's own kernels that are compiled at a first start: minutes, and none of them is in this model's decoding.
 NOTHING_TO_COMPILE = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+COLUMNS = ("variant", "sequences", "tokens_per_second", "step_ms", "share_of_byte_limit", "experts_share", "busiest",
+           "start_seconds", "kernels")  # fmt: skip
 
 
 def main() -> None:
@@ -61,19 +70,34 @@ def main() -> None:
     arguments = parse()
     if arguments.variant:
         os.environ.update(NOTHING_TO_COMPILE)
-        arguments.rows.write_text(json.dumps(measure(arguments)))
+        code = alone(arguments)
         sys.stdout.flush()
-        os._exit(0)  # vLLM's threads may keep a process that has said all.
+        os._exit(code)  # vLLM's threads may keep a process that has said all.
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         starts = [start_child(name, Path(scratch)) for name in arguments.variants[:1]]
         for i in range(len(arguments.variants)):
             if i + 1 < len(arguments.variants):  # The next one's imports take as long as this one's loading.
                 starts.append(start_child(arguments.variants[i + 1], Path(scratch)))
-            rows += finish_child(*starts[i])
-            print(json.dumps(rows[-1]), flush=True)
+            found = finish_child(*starts[i], arguments.limit)
+            for row in found:
+                print(json.dumps(row), flush=True)
+            rows += found
             if not arguments.tiny:
                 write(rows, arguments.out)
+
+
+def alone(arguments: argparse.Namespace) -> int:
+    """One variant in this process; its rows, or the error beside those that it had."""
+    rows: list[dict[str, Any]] = []
+    try:
+        measure(arguments, rows)
+    except BaseException as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}"[:400]
+        rows.append({"variant": arguments.variant, "failed": said})
+    arguments.rows.write_text(json.dumps(rows))
+    return 0
 
 
 def start_child(name: str, scratch: Path) -> tuple[str, subprocess.Popen[bytes], Path]:
@@ -84,14 +108,16 @@ def start_child(name: str, scratch: Path) -> tuple[str, subprocess.Popen[bytes],
     return name, subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *own]), rows
 
 
-def finish_child(name: str, child: subprocess.Popen[bytes], rows: Path) -> list[dict[str, Any]]:
-    """Its rows, or why there are none."""
+def finish_child(name: str, child: subprocess.Popen[bytes], rows: Path, limit: float) -> list[dict[str, Any]]:
+    """Its rows, and why it ended if it did not end well."""
     try:
-        code = child.wait(300)
+        why = child.wait(limit)
     except subprocess.TimeoutExpired:
         child.kill()
-        code = child.wait()
-    return json.loads(rows.read_text()) if code == 0 else [{"variant": name, "failed": code}]
+        child.wait()
+        why = f"no end within {limit:.0f} seconds"
+    found = json.loads(rows.read_text()) if rows.exists() else []
+    return [*found, {"variant": name, "failed": why}] if why else found
 
 
 def wait_for_device(lock: Path | None) -> None:
@@ -106,42 +132,43 @@ def wait_for_device(lock: Path | None) -> None:
 _kept: list[Any] = []
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every number of sequences."""
-    from vllm import SamplingParams
-
+def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Append a row for every number of sequences."""
     shape = SHAPE | (TINY if arguments.tiny else {})
-    recipe = OURS.get(arguments.variant) or Recipe(rollout=STOCK[arguments.variant])
-    plan = plan_of(shape, recipe)
-    wait_for_device(arguments.lock)
-    begun = time.perf_counter()
+    plan, model = plan_of(shape, OURS.get(arguments.variant) or Recipe(rollout=STOCK[arguments.variant]))
     with tempfile.TemporaryDirectory() as folder:
-        llm = start(Path(folder), shape, arguments, plan)
+        options = engine_options(Path(folder), shape, arguments, plan, model)
+        wait_for_device(arguments.lock)
+        begun = time.perf_counter()
+        llm, kernels = start(Path(folder), arguments, plan, options)
         started = time.perf_counter() - begun
         hits = routing(llm, shape, arguments.sequences)
         # After the engine took what it needs.
         bandwidth = copy_bandwidth("cuda" if torch.cuda.is_available() else "cpu")
-        rows = []
         for count in arguments.sequences:
-            prompts = random_prompts(shape, count)
-
-            def seconds(tokens: int, prompts: list[dict[str, Any]] = prompts) -> float:
-                params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=None)
-                begun = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                return time.perf_counter() - begun
-
-            seconds(SHORT)
-            step = min(seconds(LONG) - seconds(SHORT) for _ in range(arguments.repeats)) / (LONG - SHORT)
-            hit = hits.get(count)
-            limit = step_bytes(plan, hit["share"]) / bandwidth if hit else None
+            step = step_seconds(llm, random_prompts(shape, count), arguments.repeats)
+            hit = hits.get(count, {})
+            limit = step_bytes(plan, hit["experts_share"]) / bandwidth if hit else None
             rows.append(
                 {"variant": arguments.variant, "sequences": count, "tokens_per_second": count / step,
-                 "step_ms": step * 1e3, "share_of_byte_limit": limit and limit / step, "experts_hit": hit,
-                 "start_seconds": started}
+                 "step_ms": step * 1e3, "share_of_byte_limit": limit and limit / step, **hit,
+                 "start_seconds": started, "kernels": kernels}
             )  # fmt: skip
             arguments.rows.write_text(json.dumps(rows))
-    return rows
+
+
+def step_seconds(llm: Any, prompts: list[dict[str, Any]], repeats: int) -> float:
+    """One decode step of these sequences: the least slope between a short and a long output."""
+    from vllm import SamplingParams
+
+    def seconds(tokens: int) -> float:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=None)
+        begun = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    seconds(SHORT)
+    return min(seconds(LONG) - seconds(SHORT) for _ in range(repeats)) / (LONG - SHORT)
 
 
 def random_prompts(shape: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -155,8 +182,8 @@ def routing(llm: Any, shape: dict[str, Any], counts: list[int]) -> dict[int, dic
     """Which experts `count` tokens hit, by the routing of a prefill of 16 prompts, which no graph hides.
 
     Returns:
-        By count: "share" of a layer's experts that are hit, mean over layers and draws; "busiest", the most
-        chosen expert's share of a layer's choices over the mean share, over all tokens.
+        By count: "experts_share" of a layer's experts that are hit, mean over layers and draws; "busiest", the
+        most chosen expert's share of a layer's choices over the mean share, over all tokens.
     """
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
@@ -186,23 +213,22 @@ def routing(llm: Any, shape: dict[str, Any], counts: list[int]) -> dict[int, dic
     for count in counts:
         draws = [i[torch.randperm(len(i), generator=generator)[:count]] for i in layers for _ in range(4)]
         share = sum(len(draw.unique()) for draw in draws) / len(draws) / experts
-        found[count] = {"share": share, "busiest": busiest / len(layers)}
+        found[count] = {"experts_share": share, "busiest": busiest / len(layers)}
     return found
 
 
-def plan_of(shape: dict[str, Any], recipe: Recipe) -> Plan:
-    """The recipe on the shape, without weights."""
+def plan_of(shape: dict[str, Any], recipe: Recipe) -> tuple[Plan, torch.nn.Module]:
+    """The recipe on the shape, and the shape's model without weights."""
     with torch.device("meta"):
-        return resolve(
-            recipe,
-            AutoModelForCausalLM.from_config(
-                AutoConfig.for_model("qwen3_moe", **shape), dtype=torch.bfloat16
-            ),
-        )
+        config = AutoConfig.for_model("qwen3_moe", **shape)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return resolve(recipe, model), model
 
 
-def start(folder: Path, shape: dict[str, Any], arguments: argparse.Namespace, plan: Plan) -> Any:
-    """A vLLM with random weights: ours, or stock under what it calls the same precision."""
+def engine_options(
+    folder: Path, shape: dict[str, Any], arguments: argparse.Namespace, plan: Plan, model: torch.nn.Module
+) -> dict[str, Any]:
+    """Arguments of vLLM's LLM for random weights of the shape, whose config is written to `folder`."""
     config = AutoConfig.for_model(
         "qwen3_moe", architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16", **shape
     )
@@ -218,22 +244,30 @@ def start(folder: Path, shape: dict[str, Any], arguments: argparse.Namespace, pl
             "cudagraph_capture_sizes": arguments.sequences,
         }
         options |= {"compilation_config": graphs, "kernel_config": {"enable_flashinfer_autotune": False},
-                    "kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.5}  # fmt: skip
+                    "kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.5}  # fmt: skip
     else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
-    if arguments.variant in OURS:
-        from lowbitrl.rollout.vllm.engine import VllmEngine
-
-        return VllmEngine(folder, plan, **options).llm
-    from vllm import LLM
-
     if arguments.variant == "stock fp8":
         options["quantization"] = "fp8"
     if arguments.variant == "stock nvfp4":
         from lowbitrl.checkpoints.config import compressed_tensors_config
 
-        options["hf_overrides"] = {"quantization_config": compressed_tensors_config(plan)}
-    return LLM(model=str(folder), **options)
+        options["hf_overrides"] = {"quantization_config": compressed_tensors_config(plan, model)}
+    return options
+
+
+def start(
+    folder: Path, arguments: argparse.Namespace, plan: Plan, options: dict[str, Any]
+) -> tuple[Any, str]:
+    """A vLLM, ours or stock, and what multiplies in it as far as it says."""
+    if arguments.variant in OURS:
+        from lowbitrl.rollout.vllm.engine import VllmEngine
+
+        engine = VllmEngine(folder, plan, **options)
+        return engine.llm, engine.summary()
+    from vllm import LLM
+
+    return LLM(model=str(folder), **options), "stock"
 
 
 def step_bytes(plan: Plan, hit: float) -> float:
@@ -253,6 +287,10 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     (out / "decode.json").write_text(json.dumps({"rows": rows, "environment": environment(device)}, indent=1))
+    with (out / "decode.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(row for row in rows if "sequences" in row)
     rate = {(r["variant"], r["sequences"]): r["tokens_per_second"] for r in rows if "sequences" in r}
     ratios = [("ours nvfp4-w4a16", "stock nvfp4", 1.0, (16, 64, 256))]
     ratios += [("ours nvfp4 residual 0.5", "ours nvfp4", 0.91, (16, 64, 256))]
@@ -263,7 +301,7 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
             if (ours, count) in rate and (other, count) in rate:
                 ratio = rate[ours, count] / rate[other, count]
                 bench.find(f"{ours} over {other}, tokens/s at {count} sequences", ratio, at_least=goal)
-    bench.save(out)
+    merge_findings(out / "summary.json", bench.findings)
 
 
 def parse() -> argparse.Namespace:
@@ -271,11 +309,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [*STOCK, *OURS]
     parser.add_argument("--variant", choices=names, help="one alone, in this process")
-    parser.add_argument("--variants", nargs="+", choices=names, default=names, help="in this order")
+    parser.add_argument("--variants", nargs="+", choices=names, default=BY_WORTH, help="in this order")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one variant")
     parser.add_argument("--lock", type=Path, help="file to lock while on the device")
     parser.add_argument("--rows", type=Path, default=Path("rows.json"), help="where one variant's rows go")
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("results/h200-vllm"))
     return parser.parse_args()

@@ -19,15 +19,17 @@ from typing import Any
 import torch
 
 from lowbitrl.bench.ceilings import copy_bandwidth
-from lowbitrl.bench.record import Bench
+from lowbitrl.bench.record import Bench, merge_findings
 from lowbitrl.config import load_config
 from lowbitrl.loop import train
 from lowbitrl.rollout.vllm.engine import VllmEngine
 from lowbitrl.runs import environment
 
 ON_CUDA = {
-    "max_model_len": 256, "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.2,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "max_model_len": 256, "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.2, "max_num_seqs": 256,
+    "compilation_config": {
+        "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [16, 64, 128, 192, 256],
+    },
     "kernel_config": {"enable_flashinfer_autotune": False},
 }  # fmt: skip
 ON_CPU = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 28, "block_size": 32}
@@ -123,7 +125,7 @@ def judge(updates: list[Any], steps: list[Any], arguments: argparse.Namespace, d
             f"mean |mismatch| of the first {SETTLED} steps over diagnose's {predicted:.4f}, ratio above or below 1",
             max(first / predicted, predicted / first), at_most=1.25,
         )  # fmt: skip
-    bench.save(arguments.out)
+    merge_findings(arguments.out / "summary.json", bench.findings)
 
 
 def parse() -> argparse.Namespace:
