@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_training.py                 50 steps of recipes/quads.toml on SmolLM2
     python benchmarks/vllm_training.py --chain F       hold its mismatch to an engines.json of `lowbitrl diagnose`
+    python benchmarks/vllm_training.py --judge T --chain F     the same for a run that was made, from its training.json
 
 Every update of the engine is timed here, by the wall clock, after the device has finished. The bus limit of an update
 inside one device is its bytes, read and written, over the device's copy bandwidth.
@@ -41,6 +42,10 @@ def main() -> None:
     """Train, and write what the updates took beside what the run logged."""
     arguments = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.judge:
+        found = json.loads(arguments.judge.read_text())
+        judge(found["updates"], found["steps"], arguments, device)
+        return
     overrides = {
         "model.name": arguments.model, "out": arguments.run, "seed": 0, "trainer.steps": arguments.steps,
         "checkpoint.every": 0, "checkpoint.final": False, "evaluation.every": 0,
@@ -135,7 +140,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=Path("recipes/quads.toml"))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--run", default="runs/vllm-training")
-    parser.add_argument("--chain", type=Path)
+    parser.add_argument("--chain", type=Path, help="engines.json of lowbitrl diagnose --engine vllm")
+    parser.add_argument("--judge", type=Path, help="training.json of a run; none is made")
     parser.add_argument("--out", type=Path, default=Path("results/h200-vllm"))
     arguments, arguments.more = parser.parse_known_args()
     return arguments
