@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ from lowbitrl.bench.ceilings import copy_bandwidth
 from lowbitrl.bench.record import Bench, merge_findings
 from lowbitrl.formats import get_format
 from lowbitrl.quant import Plan, Recipe, resolve
+from lowbitrl.quant.stacks import encode_stack
+from lowbitrl.rollout.types import Sampling
 from lowbitrl.runs import environment
+from lowbitrl.sync.manifest import Manifest, entries_of
 
 SHAPE = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
@@ -54,11 +58,15 @@ BY_WORTH = [
     "stock nvfp4", "ours nvfp4-w4a16", "ours nvfp4", "ours nvfp4 residual 0.5", "stock fp8", "stock bf16",
     "ours nvfp4 residual 1.0",
 ]  # fmt: skip
+UPDATED = "ours nvfp4-w4a16"
+"""The variant whose bytes are also updated live."""
 PROMPT, SHORT, LONG = 64, 16, 64
-# vLLM's own kernels that are compiled at a first start: minutes, and none of them is in this model's decoding.
-NOTHING_TO_COMPILE = {
+# The first two are compiled at a first start: minutes, and neither is in this model's decoding. In this process, so that
+# ours and stock are scheduled alike, and routing is seen.
+ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 COLUMNS = ("variant", "sequences", "tokens_per_second", "step_ms", "share_of_byte_limit", "experts_share", "busiest",
@@ -69,7 +77,7 @@ def main() -> None:
     """Run one variant, or all of them and write the summary."""
     arguments = parse()
     if arguments.variant:
-        os.environ.update(NOTHING_TO_COMPILE)
+        os.environ.update(ENVIRONMENT)
         code = alone(arguments)
         sys.stdout.flush()
         os._exit(code)  # vLLM's threads may keep a process that has said all.
@@ -140,7 +148,8 @@ def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         options = engine_options(Path(folder), shape, arguments, plan, model)
         wait_for_device(arguments.lock)
         begun = time.perf_counter()
-        llm, kernels = start(Path(folder), arguments, plan, options)
+        engine, kernels = start(Path(folder), arguments, plan, options)
+        llm = getattr(engine, "llm", engine)
         started = time.perf_counter() - begun
         hits = routing(llm, shape, arguments.sequences)
         # After the engine took what it needs.
@@ -155,6 +164,44 @@ def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
                  "start_seconds": started, "kernels": kernels}
             )  # fmt: skip
             arguments.rows.write_text(json.dumps(rows))
+        if arguments.variant == UPDATED:
+            rows.append({"variant": arguments.variant, **live_updates(engine, plan, bandwidth)})
+
+
+def live_updates(engine: Any, plan: Plan, bandwidth: float) -> dict[str, Any]:
+    """A whole random version of the model's bytes, served five times: seconds, and what a copy would take."""
+    tensors = random_version(plan, "cuda" if torch.cuda.is_available() else "cpu")
+    manifest = Manifest(0, plan.digest, entries_of(tensors))
+    seconds, held = [], []
+    for version in range(5):
+        begun = time.perf_counter()
+        engine.update(tensors.items(), replace(manifest, version=version))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+        seconds.append(time.perf_counter() - begun)
+    size = sum(t.nbytes for t in tensors.values())
+    done = engine.generate([[5, 6, 7]], 1, Sampling(max_tokens=8))
+    return {
+        "update_seconds": seconds, "update_bytes": size, "update_limit_seconds": 2 * size / bandwidth,
+        "allocated": held, "served_after": done[0].version,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def random_version(plan: Plan, device: str) -> dict[str, torch.Tensor]:
+    """Published tensors of a model that `plan` describes, of random weights."""
+    tensors: dict[str, torch.Tensor] = {}
+    for row in plan.layers:
+        weight = torch.empty(row.shape, dtype=torch.bfloat16, device=device).uniform_(-0.05, 0.05)
+        if row.weight is None:
+            tensors[row.parameter] = weight
+            continue
+        weight.view(-1)[0] = 0.05  # Members of a fused matrix share their largest value.
+        fmt = get_format(row.weight)
+        encoded = encode_stack(weight, fmt, row.name) if row.layout is not None else fmt.quantize(weight)
+        tensors |= {f"{row.name}.{part}": value for part, value in encoded.tensors().items()}
+    return tensors
 
 
 def step_seconds(llm: Any, prompts: list[dict[str, Any]], repeats: int) -> float:
@@ -264,7 +311,7 @@ def start(
         from lowbitrl.rollout.vllm.engine import VllmEngine
 
         engine = VllmEngine(folder, plan, **options)
-        return engine.llm, engine.summary()
+        return engine, engine.summary()
     from vllm import LLM
 
     return LLM(model=str(folder), **options), "stock"
@@ -301,6 +348,12 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
             if (ours, count) in rate and (other, count) in rate:
                 ratio = rate[ours, count] / rate[other, count]
                 bench.find(f"{ours} over {other}, tokens/s at {count} sequences", ratio, at_least=goal)
+    for row in rows:
+        if "update_seconds" in row:
+            least, limit = min(row["update_seconds"]), row["update_limit_seconds"]
+            size = row["update_bytes"] / 1e9
+            bench.find(f"live update of {size:.1f} GB of Qwen3-30B-A3B's shape, share of the bus limit",
+                       limit / least, at_least=0.5)  # fmt: skip
     merge_findings(out / "summary.json", bench.findings)
 
 
