@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +14,9 @@ from lowbitrl.quant import Recipe, attachment, prepare, resolve
 from lowbitrl.quant.linear import RolloutLinear
 from lowbitrl.rollout.vllm.experts import ServedExperts
 from lowbitrl.rollout.vllm.planned import from_config, to_config, to_file
-from lowbitrl.rollout.vllm.real_tokens import REAL_TOKENS, ServedSite
+from lowbitrl.rollout.vllm.real_tokens import REAL_TOKENS, RealTokens, ServedSite
 from lowbitrl.rollout.vllm.served import Member, Run, ServedLinear, Store, multiply
+from lowbitrl.rollout.vllm.wearing import Wearing
 from tests.conftest import tiny_llama
 from tests.moe_models import tiny_moe
 
@@ -75,6 +79,43 @@ def test_padding_and_dummy_rows_never_move_the_channels():
     REAL_TOKENS.set(16)
     counted = served.site(torch.cat([x, 1e4 * torch.randn(11, 64).bfloat16()]))[:5]
     assert not torch.equal(counted, alone), "the garbage would have moved the channels, had it counted"
+
+
+def test_both_runners_of_one_name_tell_their_tokens():
+    """vLLM has two classes GPUModelRunner, and imports the one even where the other runs."""
+    tokens, batch = RealTokens(), SimpleNamespace(total_num_scheduled_tokens=7)
+    count = tokens.count_on(torch.device("cpu"))
+    runners = [type("GPUModelRunner", (), {"execute_model": lambda self, b: b}) for _ in range(2)]
+    for version, runner in enumerate(runners):
+        runner.__module__ = f"vllm.v{version}"
+        tokens.watch(runner)
+        tokens.watch(runner)
+        count.zero_()
+        assert runner().execute_model(batch) is batch
+        assert count == 7
+    assert len(tokens.watched) == 2
+
+
+def test_a_row_that_no_module_wears_stops_the_start():
+    model = tiny_llama()
+    plan = resolve(Recipe(rollout="nvfp4-w4a16"), model)
+    with pytest.raises(ValueError, match=r"q_proj is planned with nvfp4 weights .* the plugin is not active"):
+        Wearing(model, plan)
+
+
+def test_a_batch_wide_residual_needs_a_runner_that_tells_its_tokens(monkeypatch):
+    model = nn.Module()
+    model.o = nn.Module()
+    plan = resolve(Recipe(rollout="nvfp4", residual=0.25), tiny_llama())
+    name = "model.layers.0.self_attn.o_proj"
+    worn = serve(plan, dict(tiny_llama().named_modules()), "o", [name])
+    model.o.__dict__["lowbitrl"] = worn
+    alone = dataclasses.replace(plan, layers=(plan.by_name[name],))
+    monkeypatch.setattr(REAL_TOKENS, "watched", [])
+    with pytest.raises(ValueError, match="residual_scope='token'"):
+        Wearing(model, alone)
+    monkeypatch.setattr(REAL_TOKENS, "watched", ["a runner"])
+    assert Wearing(model, alone).report()["modules"] == {"o": ["nvfp4", "nvfp4-token", 0.25, "decoded"]}
 
 
 @pytest.mark.parametrize("residual", [0.0, 0.5])
