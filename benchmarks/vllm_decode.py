@@ -61,8 +61,8 @@ BY_WORTH = [
 UPDATED = "ours nvfp4-w4a16"
 """The variant whose bytes are also updated live."""
 PROMPT, SHORT, LONG = 64, 16, 64
-# The first two are compiled at a first start: minutes, and neither is in this model's decoding. In this process: ours and
-# stock are then scheduled alike, and routing is seen.
+# The first two are compiled at a first start: minutes, and neither is in this model's decoding. In this process: ours
+# and stock are then scheduled alike, and routing is seen.
 ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
