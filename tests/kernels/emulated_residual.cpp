@@ -3,6 +3,10 @@
 template <class T> inline T load_shared_by_grid(const T* p) { return *p; }
 inline void publish() {}
 inline void wait_for(int*, int) {}
+inline void let_next_start() {}
+inline void wait_for_previous() {}
+inline uint4 load_once(const uint4* p) { return *p; }
+inline void store_once(uint4* p, uint4 v) { *p = v; }
 
 #include "residual.cu"
 
@@ -27,12 +31,12 @@ extern "C" int lowbitrl_residual(int kernel, int variant, int grid_x, int grid_y
     // CTAs run one after the other: none could wait for the next, so scores and repair are two rounds.
     if (is(2, 1)) return start([&] { slab_kernel<1, 1024>(p, a, b, 1); }) || start([&] { slab_kernel<1, 1024>(p, a, b, 2); });
     if (is(2, 2)) return start([&] { slab_kernel<2, 1024>(p, a, b, 1); }) || start([&] { slab_kernel<2, 1024>(p, a, b, 2); });
-    if (is(3, 8)) return start([&] { scores_kernel<8, 512>(p); });
-    if (is(3, 4)) return start([&] { scores_kernel<4, 512>(p); });
-    if (is(3, 2)) return start([&] { scores_kernel<2, 1024>(p); });
+    if (is(3, 4)) return start([&] { scores_kernel<4, 512, 1>(p, a, b); });
+    if (is(3, 2)) return start([&] { scores_kernel<2, 512, 1>(p, a, b); });
+    if (is(3, 1)) return start([&] { scores_kernel<1, 1024, 1>(p, a, b); });
     if (kernel == 4) return start([&] { choose_kernel(p, a, b, c); });
-    if (is(5, 1)) return start([&] { repair_kernel<1>(p); });
-    if (is(5, 2)) return start([&] { repair_kernel<2>(p); });
-    if (is(5, 4)) return start([&] { repair_kernel<4>(p); });
+    if (is(5, 1)) return start([&] { repair_kernel<1>(p, a); });
+    if (is(5, 2)) return start([&] { repair_kernel<2>(p, a); });
+    if (is(5, 4)) return start([&] { repair_kernel<4>(p, a); });
     return -1;
 }

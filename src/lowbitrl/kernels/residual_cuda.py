@@ -27,15 +27,21 @@ TALLEST = 1 << 20
 
 TALLY_BYTES = 1296
 """Of the counting structure at the start of shared memory, rounded up to 16."""
-PEAK_BYTES = 2 * RUN * WARP * 4
+PEAK_BYTES = 2 * (2 * RUN * WARP * 4)
 FOLD_BYTES = 32 << 10
 TOKEN, ROW, SLAB, SCORES, CHOOSE, REPAIR = range(6)
 CHOOSE_THREADS = 512
+SLAB_THREADS = 512
+"""At least: they all look for the chosen columns, whatever few rows there are."""
 REPAIR_ROWS = 2
 NARROW = 128
 """Threads up to which several CTAs share a multiprocessor."""
-SCORES_ROWS, SCORES_ROWS_NARROW, SCORES_ROWS_WIDE = 8, 8, 2
-"""Rows in registers at a time: of CTAs of up to 512 threads, NARROW, and more than 512."""
+SCORES_ROWS, SCORES_ROWS_NARROW, SCORES_ROWS_WIDE = 4, 4, 1
+"""Rows in registers at a time, and as many on their way: of CTAs of up to 512 threads, NARROW, and more than 512."""
+SCORES_CTAS, SCORES_CTAS_NARROW = 1, 4
+"""A multiprocessor, as ``__launch_bounds__`` promises."""
+CACHED_SHARE = 0.6
+"""Of the L2 cache, as much as the repair still finds of what was read for the scores."""
 TOKEN_BLOCKS, TOKEN_BLOCKS_SELECT = 2, 2
 """Blocks a thread where a row has more than a warp takes."""
 
@@ -72,9 +78,8 @@ def launch_residual(x: Tensor, count: int, scope: str, real: Tensor | None) -> T
     if x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     rows, width = x.shape
-    plan = plan_for(
-        rows, width // BLOCK, every=count == width, scope=scope, programs=programs_at_once(x.device)
-    )
+    programs, cache = processors_and_cache(x.device)
+    plan = plan_for(rows, width // BLOCK, every=count == width, scope=scope, programs=programs, cache=cache)
     work = workspace(rows, width, x.device, partial=plan[0].kernel == SCORES)
     for step in plan:
         code = library("residual").lowbitrl_residual(
@@ -98,12 +103,22 @@ def workspace(rows: int, width: int, device: torch.device, *, partial: bool) -> 
     )
 
 
-def plan_for(rows: int, blocks: int, *, every: bool, scope: str, programs: int) -> list[Launch]:
-    """The launches for (rows, blocks * 16), ``programs`` CTAs of any size fitting the device at once."""
+def plan_for(
+    rows: int, blocks: int, *, every: bool, scope: str, programs: int, cache: int = 0
+) -> list[Launch]:
+    """The launches for (rows, blocks * 16), ``programs`` CTAs of any size fitting the device at once.
+
+    Args:
+        cache: bytes of L2.
+    """
     if every or scope == "token":
         return [_token(rows, blocks, select=not every)]
     slab = _slab(rows, blocks, programs)
-    return [Launch(ROW, 0, (rows, 1), _threads(blocks), TALLY_BYTES), slab] if slab else _long(rows, blocks)
+    return (
+        [Launch(ROW, 0, (rows, 1), _threads(blocks), TALLY_BYTES), slab]
+        if slab
+        else _long(rows, blocks, programs, cache)
+    )
 
 
 def _token(rows: int, blocks: int, *, select: bool) -> Launch:
@@ -118,35 +133,46 @@ def _slab(rows: int, blocks: int, programs: int) -> Launch | None:
     slab = _power(-(-blocks // programs))
     runs = _power(-(-rows // RUN))
     each = 2 if slab * runs * RUN > 1024 else 1
-    threads = max(WARP, slab * runs * RUN // each)
+    threads = max(SLAB_THREADS, slab * runs * RUN // each)
     if rows > DECODE_TOKENS or threads > 1024:
         return None
     shared = TALLY_BYTES + max(runs * RUN * slab, blocks) * BLOCK * 4
     return Launch(SLAB, each, (-(-blocks // slab), 1), threads, shared, (slab, runs, 3))
 
 
-def _long(rows: int, blocks: int) -> list[Launch]:
+def _long(rows: int, blocks: int, programs: int, cache: int) -> list[Launch]:
     there = -(-rows // RUN)
     runs, width = _power(there), blocks * BLOCK
     quarter = max(1, runs // 4)
     columns = min(BLOCK, max(1, FOLD_BYTES // (4 * quarter)))
-    threads = _threads(blocks)
-    across = -(-threads // 256)
-    repair = _threads(-(-blocks // across))
-    batch = SCORES_ROWS_NARROW if threads <= NARROW else SCORES_ROWS if threads <= 512 else SCORES_ROWS_WIDE
+    across = -(-_threads(blocks) // 256)
+    kept = max(0, rows - int(CACHED_SHARE * cache) // (2 * width))
     return [
-        Launch(SCORES, batch, (there, 1), threads, PEAK_BYTES),
+        _scores(there, _threads(blocks), programs, kept),
         Launch(
             CHOOSE, 0, (width // columns, 1), CHOOSE_THREADS,
             TALLY_BYTES + max(quarter * columns, width) * 4, (columns, runs, there),
         ),
-        Launch(REPAIR, REPAIR_ROWS, (across, -(-rows // REPAIR_ROWS)), repair, 0),
+        Launch(
+            REPAIR, REPAIR_ROWS, (across, -(-rows // REPAIR_ROWS)), _threads(-(-blocks // across)), 0,
+            (int(kept > 0), 0, 0),
+        ),
     ]  # fmt: skip
 
 
-def programs_at_once(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _scores(runs: int, threads: int, programs: int, kept: int) -> Launch:
+    batch, ctas = SCORES_ROWS, SCORES_CTAS
+    if threads <= NARROW:
+        batch, ctas = SCORES_ROWS_NARROW, SCORES_CTAS_NARROW
+    elif threads > 512:
+        batch = SCORES_ROWS_WIDE
+    return Launch(SCORES, batch, (min(runs, ctas * programs), 1), threads, PEAK_BYTES, (runs, kept, 0))
+
+
+def processors_and_cache(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of a device, bytes of its L2."""
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.L2_cache_size
 
 
 def _threads(blocks: int, each: int = 1) -> int:

@@ -104,12 +104,31 @@ __device__ __forceinline__ Packed load_block(const uint16_t* at, bool there) {
     return p;
 }
 
-__device__ __forceinline__ void store_block(uint16_t* at, const float (&v)[BLOCK]) {
+__device__ __forceinline__ void pack(const float (&v)[BLOCK], uint4 (&half)[2]) {
     uint32_t w[BLOCK / 2];
 #pragma unroll
     for (int i = 0; i < BLOCK / 2; ++i) w[i] = pair_of(v[2 * i], v[2 * i + 1]);
-    *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
-    *reinterpret_cast<uint4*>(at + 8) = make_uint4(w[4], w[5], w[6], w[7]);
+    half[0] = make_uint4(w[0], w[1], w[2], w[3]), half[1] = make_uint4(w[4], w[5], w[6], w[7]);
+}
+
+__device__ __forceinline__ void store_block(uint16_t* at, const float (&v)[BLOCK]) {
+    uint4 half[2];
+    pack(v, half);
+    for (int h = 0; h < 2; ++h) reinterpret_cast<uint4*>(at)[h] = half[h];
+}
+
+// Data that is not needed in the cache afterwards.
+__device__ __forceinline__ Packed load_block_once(const uint16_t* at, bool there) {
+    Packed p = {{make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)}};
+    if (there)
+        for (int h = 0; h < 2; ++h) p.half[h] = load_once(reinterpret_cast<const uint4*>(at) + h);
+    return p;
+}
+
+__device__ __forceinline__ void store_block_once(uint16_t* at, const float (&v)[BLOCK]) {
+    uint4 half[2];
+    pack(v, half);
+    for (int h = 0; h < 2; ++h) store_once(reinterpret_cast<uint4*>(at) + h, half[h]);
 }
 
 __device__ __forceinline__ void unpack(const Packed& p, float (&x)[BLOCK]) {

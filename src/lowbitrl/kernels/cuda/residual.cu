@@ -5,9 +5,11 @@
 //   token_kernel     a row a CTA: both passes; with SELECT the row chooses its own channels
 //   row_kernel       decode sizes, 1 of 2: row scales of both passes
 //   slab_kernel      decode sizes, 2 of 2: a slab of columns a CTA; scores, a barrier over the grid, choice, repair
-//   scores_kernel    long batches, 1 of 3: 16 rows a CTA; row scales, column sums of squared errors
+//   scores_kernel    long batches, 1 of 3: 16 rows at a time; row scales, column sums of squared errors
 //   choose_kernel    long batches, 2 of 3: sums over runs; the last CTA to finish chooses
 //   repair_kernel    long batches, 3 of 3: x again, from its end, which the cache still holds
+//
+// A kernel that follows another starts while that one runs, loads its x, and then waits for what the other writes.
 
 #ifndef LOWBITRL_EMULATE
 #include <cuda_runtime.h>
@@ -20,12 +22,16 @@ namespace {
 
 #ifndef LOWBITRL_EMULATE
 __device__ __forceinline__ int lane_below(int v, int by) { return __shfl_up_sync(0xFFFFFFFF, v, by); }
-__device__ __forceinline__ uint32_t load_shared_by_grid(const uint32_t* p) { return __ldcg(p); }
+__device__ __forceinline__ uint4 load_shared_by_grid(const uint4* p) { return __ldcg(p); }
 __device__ __forceinline__ void publish() { __threadfence(); }
 __device__ __forceinline__ void wait_for(int* counter, int all) {
     while (*reinterpret_cast<volatile int*>(counter) < all) {}
     __threadfence();
 }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
+__device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 #endif
 
 #include "nvfp4_block.h"
@@ -60,6 +66,13 @@ __device__ __forceinline__ void store_globals(const Problem& p, int row, Globals
 
 __device__ __forceinline__ Globals globals_at(const Problem& p, int pass, int row) {
     return {p.globals[2 * pass * p.rows + row], p.globals[(2 * pass + 1) * p.rows + row]};
+}
+
+// The keys of all columns, from the CTAs that scored them into shared memory.
+__device__ __forceinline__ void gather_keys(const Problem& p, uint32_t* keys) {
+    for (int c = threadIdx.x; c < p.blocks * BLOCK / 4; c += blockDim.x)
+        reinterpret_cast<uint4*>(keys)[c] = load_shared_by_grid(reinterpret_cast<const uint4*>(p.keys) + c);
+    __syncthreads();
 }
 
 // With SELECT first passes wait in shared memory while bins are counted: registers would leave room for few warps.
@@ -138,6 +151,7 @@ template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds_
 __global__ void __launch_bounds__(1024) row_kernel(Problem p) {
     SHARED(Tally, tally);
     const int row = blockIdx.x, block = threadIdx.x;
+    let_next_start();
     const Packed packed = load_block(block_at(p, row, block), block < p.blocks);
     const uint32_t peak = peak_of(packed);
     const Globals one = globals_of(block_max(peak, tally->peaks[0]));
@@ -150,7 +164,7 @@ __global__ void __launch_bounds__(1024) row_kernel(Problem p) {
     if (row == 0 && threadIdx.x == 0) *p.counter = 0;
 }
 
-// blockDim.x = slab * (rows a step); PER steps. phase: 1 scores, 2 repair, 3 both, with a barrier over the grid.
+// slab * (rows a step) threads at least; PER steps. phase: 1 scores, 2 repair, 3 both, with a barrier over the grid.
 template <int PER, int THREADS>
 __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int runs, int phase) {
     SHARED(Tally, tally);
@@ -163,6 +177,7 @@ __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int 
         const int row = j * step + threadIdx.x / slab;
         x[j] = load_block(block_at(p, row, block), row < p.rows && block < p.blocks);
     }
+    wait_for_previous();
     if (phase & 1) {
 #pragma unroll
         for (int j = 0; j < PER; ++j) {
@@ -212,8 +227,7 @@ __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int 
     }
     if (!(phase & 2)) return;
     uint32_t* keys = reinterpret_cast<uint32_t*>(squares);
-    for (int c = threadIdx.x; c < p.blocks * BLOCK; c += blockDim.x) keys[c] = load_shared_by_grid(p.keys + c);
-    __syncthreads();
+    gather_keys(p, keys);
     const Cut cut = cut_of(*tally, keys, p.blocks * BLOCK, p.count);
     const uint32_t mask = block < p.blocks ? mask_of(keys, block, cut) : 0;
 #pragma unroll
@@ -227,58 +241,74 @@ __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int 
     }
 }
 
-template <int BATCH, int THREADS, int CTAS = 1> __global__ void __launch_bounds__(THREADS, CTAS) scores_kernel(Problem p) {
+// Rows from `cached` on are worth keeping in the cache. The next BATCH rows are on their way while one is worked on.
+template <int BATCH, int THREADS, int CTAS>
+__global__ void __launch_bounds__(THREADS, CTAS) scores_kernel(Problem p, int runs, int cached) {
     struct Peaks {
         uint32_t of[2][RUN][MAX_WARPS];
     };
-    SHARED(Peaks, peaks);
+    SHARED(Peaks, two_peaks);
     const int block = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const auto row_peak = [&](int pass, int row) {
-        uint32_t best = 0;
-        for (int w = 0; w < warps; ++w) best = max(best, peaks->of[pass][row][w]);
-        return best;
+    Packed next[BATCH];
+    const auto fetch = [&](int row) {
+        const bool inside = block < p.blocks;
+#pragma unroll
+        for (int r = 0; r < BATCH; ++r)
+            next[r] = row >= cached ? load_block(block_at(p, row + r, block), inside && row + r < p.rows)
+                                    : load_block_once(block_at(p, row + r, block), inside && row + r < p.rows);
     };
-    float sums[BLOCK] = {};
+    let_next_start();
+    fetch(blockIdx.x * RUN);
+    for (int run = blockIdx.x, turn = 0; run < runs; run += gridDim.x, turn ^= 1) {
+        Peaks* peaks = two_peaks + turn;  // the other's may still be read
+        const auto row_peak = [&](int pass, int row) {
+            uint32_t best = 0;
+            for (int w = 0; w < warps; ++w) best = max(best, peaks->of[pass][row][w]);
+            return best;
+        };
+        float sums[BLOCK] = {};
 #pragma unroll 1
-    for (int begin = 0; begin < RUN; begin += BATCH) {
-        const int row = blockIdx.x * RUN + begin;
-        Packed x[BATCH];
-        uint32_t peak[BATCH], own = 0;
+        for (int begin = 0; begin < RUN; begin += BATCH) {
+            const int row = run * RUN + begin;
+            Packed x[BATCH];
+            uint32_t peak[BATCH], own = 0;
 #pragma unroll
-        for (int r = 0; r < BATCH; ++r) x[r] = load_block(block_at(p, row + r, block), block < p.blocks && row + r < p.rows);
+            for (int r = 0; r < BATCH; ++r) x[r] = next[r];
+            fetch(begin + BATCH < RUN ? row + BATCH : (run + gridDim.x) * RUN);
 #pragma unroll
-        for (int r = 0; r < BATCH; ++r) {
-            peak[r] = peak_of(x[r]);
-            const uint32_t best = warp_max(peak[r]);
-            if (lane == r) own = best;
+            for (int r = 0; r < BATCH; ++r) {
+                peak[r] = peak_of(x[r]);
+                const uint32_t best = warp_max(peak[r]);
+                if (lane == r) own = best;
+            }
+            if (lane < BATCH) peaks->of[0][begin + lane][warp] = own;
+            __syncthreads();
+            const Globals lanes = globals_of(row_peak(0, begin + lane % BATCH));
+#pragma unroll
+            for (int r = 0; r < BATCH; ++r) {
+                const Globals one = {lane_value(lanes.encode, r), lane_value(lanes.decode, r)};
+                float exact[BLOCK], first[BLOCK];
+                unpack(x[r], exact);
+                quantize_block(exact, step_of(peak[r], one), first);
+                subtract(first, exact, exact);
+                const uint32_t best = warp_max(peak_of(exact));
+                if (lane == r) own = best;
+                if (counts(p, row + r))
+#pragma unroll
+                    for (int i = 0; i < BLOCK; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(exact[i], exact[i]));
+            }
+            if (lane < BATCH) peaks->of[1][begin + lane][warp] = own;
         }
-        if (lane < BATCH) peaks->of[0][begin + lane][warp] = own;
         __syncthreads();
-        const Globals lanes = globals_of(row_peak(0, begin + lane % BATCH));
+        const int row = run * RUN + threadIdx.x;
+        if (threadIdx.x < RUN && row < p.rows)
+            store_globals(p, row, globals_of(row_peak(0, threadIdx.x)), globals_of(row_peak(1, threadIdx.x)));
+        if (run == 0 && threadIdx.x == 0) *p.counter = 0;
+        float4* at = reinterpret_cast<float4*>(p.partial + (int64_t(run) * p.blocks + block) * BLOCK);
+        if (block < p.blocks)
 #pragma unroll
-        for (int r = 0; r < BATCH; ++r) {
-            const Globals one = {lane_value(lanes.encode, r), lane_value(lanes.decode, r)};
-            float exact[BLOCK], first[BLOCK];
-            unpack(x[r], exact);
-            quantize_block(exact, step_of(peak[r], one), first);
-            subtract(first, exact, exact);
-            const uint32_t best = warp_max(peak_of(exact));
-            if (lane == r) own = best;
-            if (counts(p, row + r))
-#pragma unroll
-                for (int i = 0; i < BLOCK; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(exact[i], exact[i]));
-        }
-        if (lane < BATCH) peaks->of[1][begin + lane][warp] = own;
+            for (int i = 0; i < 4; ++i) at[i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
     }
-    __syncthreads();
-    const int row = blockIdx.x * RUN + threadIdx.x;
-    if (threadIdx.x < RUN && row < p.rows)
-        store_globals(p, row, globals_of(row_peak(0, threadIdx.x)), globals_of(row_peak(1, threadIdx.x)));
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
-    if (block >= p.blocks) return;
-    float4* at = reinterpret_cast<float4*>(p.partial + (int64_t(blockIdx.x) * p.blocks + block) * BLOCK);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
 }
 
 // `columns` columns a CTA; runs a power of two, those from `there` on are zeros. Shared: runs / 4 * columns sums, or K keys.
@@ -286,6 +316,8 @@ __global__ void __launch_bounds__(512) choose_kernel(Problem p, int columns, int
     SHARED(Tally, tally);
     float* sums = reinterpret_cast<float*>(tally + 1);
     const int width = p.blocks * BLOCK, first = blockIdx.x * columns, quarter = max(1, runs / 4);
+    wait_for_previous();
+    let_next_start();
     for (int t = threadIdx.x; t < quarter * columns; t += blockDim.x) {
         const int run = t / columns, column = first + t % columns;
         const auto at = [&](int r) { return r < there && r < runs ? p.partial[int64_t(r) * width + column] : 0.0f; };
@@ -305,25 +337,27 @@ __global__ void __launch_bounds__(512) choose_kernel(Problem p, int columns, int
     if (tally->bin != gridDim.x - 1) return;
     publish();
     uint32_t* keys = reinterpret_cast<uint32_t*>(sums);
-    for (int c = threadIdx.x; c < width; c += blockDim.x) keys[c] = load_shared_by_grid(p.keys + c);
-    __syncthreads();
+    gather_keys(p, keys);
     const Cut cut = cut_of(*tally, keys, width, p.count);
     for (int b = threadIdx.x; b < p.blocks; b += blockDim.x) p.mask[b] = mask_of(keys, b, cut);
 }
 
-template <int ROWS> __global__ void __launch_bounds__(256) repair_kernel(Problem p) {
+// once: more than the cache holds is written, so writing must not push out x.
+template <int ROWS> __global__ void __launch_bounds__(256) repair_kernel(Problem p, int once) {
     const int block = blockIdx.x * blockDim.x + threadIdx.x, from = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const bool inside = block < p.blocks;
     Packed x[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) x[r] = load_block(block_at(p, from + r, block), inside && from + r < p.rows);
+    wait_for_previous();
     const uint32_t mask = inside ? p.mask[block] : 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int row = min(from + r, p.rows - 1);
         float out[BLOCK];
         repair_block(x[r], globals_at(p, 0, row), globals_at(p, 1, row), mask, out);
-        if (inside && from + r < p.rows) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, out);
+        uint16_t* at = p.out + (int64_t(row) * p.blocks + block) * BLOCK;
+        if (inside && from + r < p.rows) once ? store_block_once(at, out) : store_block(at, out);
     }
 }
 
@@ -332,11 +366,23 @@ template <int ROWS> __global__ void __launch_bounds__(256) repair_kernel(Problem
 #ifndef LOWBITRL_EMULATE
 namespace {
 
-template <class... A, class... B> int start(void (*kernel)(A...), dim3 grid, int threads, int shared, cudaStream_t stream, B... arguments) {
-    if (shared > 48 << 10)
-        if (auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)) return error;
-    kernel<<<grid, threads, shared, stream>>>(arguments...);
-    return cudaGetLastError();
+struct How {
+    dim3 grid;
+    int threads, shared;
+    bool follows;  // may start before the kernel before it is done
+    cudaStream_t stream;
+};
+
+template <class... A, class... B> int start(void (*kernel)(A...), How how, B... arguments) {
+    if (how.shared > 48 << 10)
+        if (auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared)) return error;
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = how.grid, config.blockDim = how.threads, config.dynamicSmemBytes = how.shared, config.stream = how.stream;
+    config.attrs = &early, config.numAttrs = how.follows;
+    return cudaLaunchKernelEx(&config, kernel, A(arguments)...);
 }
 
 }  // namespace
@@ -346,23 +392,21 @@ extern "C" int lowbitrl_residual(int kernel, int variant, int grid_x, int grid_y
                                  void* partial, void* counter, int rows, int blocks, int count, int64_t x_stride, void* stream) {
     const Problem p = {(const uint16_t*)x, (uint16_t*)out, (const uint8_t*)real, (float*)globals, (uint32_t*)keys,
                        (uint16_t*)mask, (float*)partial, (int*)counter, rows, blocks, count, x_stride};
-    const dim3 grid(grid_x, grid_y);
-    const auto s = (cudaStream_t)stream;
+    const How how = {dim3(grid_x, grid_y), threads, shared, kernel == 2 || kernel == 4 || kernel == 5, (cudaStream_t)stream};
     const auto is = [&](int k, int v) { return kernel == k && variant == v; };
 #define TOKEN(B, T) \
-    if (is(0, B) && threads <= T) \
-        return a ? start(token_kernel<B, T, true>, grid, threads, shared, s, p) : start(token_kernel<B, T, false>, grid, threads, shared, s, p);
+    if (is(0, B) && threads <= T) return a ? start(token_kernel<B, T, true>, how, p) : start(token_kernel<B, T, false>, how, p);
     TOKEN(1, 256) TOKEN(1, 1024) TOKEN(2, 256) TOKEN(2, 512) TOKEN(4, 128) TOKEN(4, 256)
-    if (kernel == 1) return start(row_kernel, grid, threads, shared, s, p);
-    if (is(2, 1)) return start(slab_kernel<1, 1024>, grid, threads, shared, s, p, a, b, c);
-    if (is(2, 2)) return start(slab_kernel<2, 1024>, grid, threads, shared, s, p, a, b, c);
+    if (kernel == 1) return start(row_kernel, how, p);
+    if (is(2, 1)) return start(slab_kernel<1, 1024>, how, p, a, b, c);
+    if (is(2, 2)) return start(slab_kernel<2, 1024>, how, p, a, b, c);
 #define SCORES(B, T, C) \
-    if (is(3, B) && threads <= T) return start(scores_kernel<B, T, C>, grid, threads, shared, s, p);
-    SCORES(8, 128, 4) SCORES(8, 512, 1) SCORES(4, 128, 5) SCORES(4, 512, 1) SCORES(2, 128, 8) SCORES(2, 512, 2) SCORES(2, 1024, 1)
-    if (kernel == 4) return start(choose_kernel, grid, threads, shared, s, p, a, b, c);
-    if (is(5, 1)) return start(repair_kernel<1>, grid, threads, shared, s, p);
-    if (is(5, 2)) return start(repair_kernel<2>, grid, threads, shared, s, p);
-    if (is(5, 4)) return start(repair_kernel<4>, grid, threads, shared, s, p);
+    if (is(3, B) && threads <= T) return start(scores_kernel<B, T, C>, how, p, a, b);
+    SCORES(4, 128, 4) SCORES(4, 512, 1) SCORES(2, 128, 6) SCORES(2, 512, 1) SCORES(1, 512, 2) SCORES(1, 1024, 1)
+    if (kernel == 4) return start(choose_kernel, how, p, a, b, c);
+    if (is(5, 1)) return start(repair_kernel<1>, how, p, a);
+    if (is(5, 2)) return start(repair_kernel<2>, how, p, a);
+    if (is(5, 4)) return start(repair_kernel<4>, how, p, a);
     return -1;
 }
 #endif
