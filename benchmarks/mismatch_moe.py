@@ -100,11 +100,9 @@ class Bench:
         losses = []
         for prompts, answers in itertools.islice(self._texts(), self.arguments.tune_steps):
             batch = arrange([p[:1] for p in prompts], [p[1:] + a for p, a in zip(prompts, answers, strict=True)],
-                            "padded", self.device)  # fmt: skip
-            logits = model(
-                input_ids=batch.ids, attention_mask=batch.attention_mask, position_ids=batch.positions
-            )
-            predicted = logits.logits.flatten(0, 1)[batch.predicts]
+                            "packed", self.device)  # fmt: skip
+            states = model.base_model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
+            predicted = model.lm_head(states.last_hidden_state.flatten(0, 1)[batch.predicts])
             loss = torch.nn.functional.cross_entropy(predicted.float(), batch.targets)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,7 +131,7 @@ class Bench:
     def draw(self, recipe: Recipe) -> tuple[list, list]:
         """Prompts and completions of an engine, with routes: whole rounds until there are enough tokens."""
         options = self.arguments
-        engine = EmbeddedEngine(self.side(recipe, "rollout"), max_batch=1024, record_routing=True)
+        engine = EmbeddedEngine(self.side(recipe, "rollout"), max_batch=512, record_routing=True)
         prompts, completions, unseen = [], [], options.tune_steps * TUNED
         while sum(len(c.token_ids) for c in completions) < options.tokens:
             chosen = self.prompts(unseen, options.prompts)

@@ -308,7 +308,7 @@ def dense(folder, source, into):
     return load(into)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe"])
 @pytest.mark.parametrize(
     "rollout",
     [
@@ -330,7 +330,7 @@ def test_transformers_loads_our_experts(kind, rollout, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
 def test_experts_load_back_bit_exact_under_their_names_on_disk(kind, layout, tmp_path):
     source = moe_folder(kind, tmp_path / "model")
     quantize_checkpoint(source, Recipe(rollout="nvfp4"), tmp_path / "out", layout)

@@ -241,6 +241,29 @@ def test_unquantized_experts_are_refused_by_name_unless_kept_by_name():
     assert resolve(Recipe(rollout="nvfp4-w4a16", keep=("experts.w1",)), model).by_name["head"].weight
 
 
+def test_stacks_under_any_name_are_refused_by_it():
+    class Bank(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrices = nn.Parameter(torch.zeros(4, 32, 16))
+
+    model = tiny_moe("mixtral")
+    model.model.layers[1].bank = Bank()
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.bank\.matrices has shape \(4, 32, 16\)"):
+        resolve(W4A16, model)
+
+
+def test_a_shared_expert_and_the_routed_ones_repair_the_same_channels_of_one_input():
+    _, rollout = pair("qwen2_moe", W4A4, dtype=torch.float32)
+    block = rollout.model.layers[0].mlp
+    x, mask = torch.randn(1, 6, 64), torch.tensor([[True, True, False, True, True, True]])
+    with real_tokens(rollout, mask):
+        routed = block.experts.lowbitrl_experts.w13.site(x[0])
+        shared = [getattr(block.shared_expert, name).site(x)[0] for name in ("gate_proj", "up_proj")]
+    assert not torch.equal(routed, get_format("nvfp4-token").fake_quantize(x[0]))
+    assert all(torch.equal(repaired, routed) for repaired in shared)
+
+
 def test_a_kept_stack_stays_as_it_is_on_both_sides():
     recipe = Recipe(rollout="nvfp4", keep=("lm_head", "*.gate", "*experts.down_proj"))
     with pytest.raises(ValueError, match=r"'\*.gate' matches no linear module"):
@@ -393,7 +416,11 @@ def test_a_rollout_holds_no_bf16_copy_of_its_experts_and_decodes_one_at_a_time()
         peaks[dispatch] = seen
     one_expert_fp32 = 2 * 128 * 64 * 4
     assert peaks["eager"].largest <= one_expert_fp32
-    assert peaks["eager"].peak < whole / 2 < whole
+    assert peaks["eager"].peak < whole / 2
+    # grouped_mm: at most one layer's stack at a time, of the two of each of the two layers.
+    stack_fp32 = 16 * 2 * 128 * 64 * 4
+    assert peaks["grouped_mm"].largest <= stack_fp32
+    assert peaks["eager"].peak < peaks["grouped_mm"].peak
 
 
 def test_a_decoded_copy_is_kept_only_when_asked_for():
