@@ -14,7 +14,10 @@ from torch import Tensor
 from lowbitrl.formats import get_format
 from lowbitrl.formats.residual import Scope, compensate
 from lowbitrl.kernels import absmax, fake_quantize, quantize, quantize_residual
+from lowbitrl.kernels.backend import REFERENCE, TRITON
 from lowbitrl.kernels.checksum import byte_checksums
+from lowbitrl.kernels.quantize import quantizer_backend
+from lowbitrl.kernels.residual import residual_backend
 
 from .record import Bench, Row
 from .timing import Call, cold_sets
@@ -56,9 +59,14 @@ def _activation_row(bench: Bench, rows: int, width: int, fraction: float, scope:
     sets = 1 if warm else cold_sets(nbytes)
     inputs = [_gaussian((rows, width), bench.device) for _ in range(sets)]
     calls = [partial(quantize_residual, x, fraction, format=ACTIVATIONS, scope=scope) for x in inputs]
+    fmt = get_format(ACTIVATIONS)
+    if fraction:
+        op, backend = "quantize_residual", residual_backend(inputs[0], fraction, format=fmt, scope=scope)
+    else:
+        op, backend = "fake_quantize", quantizer_backend("fake_quantize", inputs[0], fmt)
     return bench.measure(
-        "quantize_residual" if fraction else "fake_quantize", f"({rows}, {width})", calls, nbytes=nbytes,
-        l2="warm" if warm else "cold", backend=_backend(bench), note=f"residual {fraction:g} {scope}", samples=15,
+        op, f"({rows}, {width})", calls, nbytes=nbytes, l2="warm" if warm else "cold", backend=backend,
+        note=f"residual {fraction:g} {scope}", samples=15,
     )  # fmt: skip
 
 
@@ -76,10 +84,14 @@ def _activation_findings(bench: Bench, rows: int, width: int, plain: Row, repair
 def _weights(bench: Bench, shape: tuple[int, ...]) -> None:
     count = shape[0] * shape[1]
     weights = [_gaussian(shape, bench.device) for _ in range(cold_sets(4 * count) + 1)]
-    cold = partial(bench.measure, shape=str(shape), l2="cold", backend=_backend(bench), samples=15)
+    cold = partial(bench.measure, shape=str(shape), l2="cold", samples=15)
 
-    def requantize(name: str, calls: list[Call], remark: str = "") -> None:
-        row = cold("fake_quantize", calls=calls, nbytes=4 * count, note=f"{name}{remark}")
+    def backend(op: str, name: str, amax: Tensor | None = None) -> str:
+        return quantizer_backend(op, weights[0], get_format(name), amax)
+
+    def requantize(name: str, calls: list[Call], remark: str = "", amax: Tensor | None = None) -> None:
+        chosen = backend("fake_quantize", name, amax)
+        row = cold("fake_quantize", calls=calls, nbytes=4 * count, note=f"{name}{remark}", backend=chosen)
         what = f"learner weight QDQ {name} {shape}{remark}: share of copy bandwidth"
         bench.find(what, row.ratio, at_least=0.7)
 
@@ -87,22 +99,24 @@ def _weights(bench: Bench, shape: tuple[int, ...]) -> None:
         requantize(name, [partial(fake_quantize, w, name) for w in weights])
         encoded = quantize(weights[0], name).nbytes
         calls: list[Call] = [partial(quantize, w, name) for w in weights]
-        cold("quantize", calls=calls, nbytes=2 * count + encoded, note=name)
+        cold(
+            "quantize", calls=calls, nbytes=2 * count + encoded, note=name, backend=backend("quantize", name)
+        )
     peaks = [absmax(w) for w in weights]
     known: list[Call] = [
         partial(fake_quantize, w, "nvfp4", amax=p) for w, p in zip(weights, peaks, strict=True)
     ]
-    requantize("nvfp4", known, ", amax known")
-    cold("absmax", calls=[partial(absmax, w) for w in weights], nbytes=2 * count)
+    requantize("nvfp4", known, ", amax known", peaks[0])
+    calls = [partial(absmax, w) for w in weights]
+    cold("absmax", calls=calls, nbytes=2 * count, backend=TRITON if bench.device == "cuda" else REFERENCE)
 
 
 def _publish(bench: Bench, shape: tuple[int, ...]) -> None:
-    """Encode a stack with an amax an expert, and checksum the bytes; counted: weights in, bytes out."""
+    """Encode a stack with a maximum an expert, and checksum the bytes; counted: weights in, bytes out."""
     stacks = [_gaussian(shape, bench.device) for _ in range(2)]
 
     def publish(stack: Tensor) -> Tensor:
-        peaks = absmax(stack, parts=shape[0]).view(-1, 1, 1)
-        return byte_checksums(list(quantize(stack, "nvfp4", amax=peaks).tensors().values()))
+        return byte_checksums(list(quantize(stack, "nvfp4", parts=shape[0]).tensors().values()))
 
     nbytes = 2 * stacks[0].numel() + quantize(stacks[0][:1], "nvfp4").nbytes * shape[0]
     row = bench.measure(
@@ -111,7 +125,7 @@ def _publish(bench: Bench, shape: tuple[int, ...]) -> None:
         [partial(publish, s) for s in stacks],
         nbytes=nbytes,
         l2="cold",
-        backend=_backend(bench),
+        backend=quantizer_backend("quantize", stacks[0], get_format("nvfp4")),
         note="nvfp4: amax, encode, checksum",
         samples=15,
     )
@@ -130,7 +144,3 @@ def _check(rows: int, width: int, device: str) -> None:
 
 def _gaussian(shape: tuple[int, ...], device: str) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-
-def _backend(bench: Bench) -> str:
-    return "triton" if bench.device == "cuda" else "reference"
