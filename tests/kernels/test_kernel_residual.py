@@ -52,6 +52,14 @@ def test_sizes_of_models(shape, backend):
     same(backend, x[:300], 1.0)
 
 
+@on_cuda
+def test_largest_shape(backend):
+    """(8192, 16384), awkward rows in front."""
+    x = torch.randn(8192, 16384, device="cuda", dtype=torch.bfloat16)
+    x[:300] = awkward(300, 16384, device="cuda")
+    same(backend, x, 0.5)
+
+
 def test_no_channel_at_all_is_plain_quantization(device):
     x = awkward(9, 64, device=device)
     same("triton", x, 0.0)

@@ -101,6 +101,8 @@ def on_grid(y, GRID: tl.constexpr):
     """fp32 -> the nearest value of the grid."""
     if GRID == "e4m3":
         value = with_sign_of(round_e4m3(y), y)
+    elif GRID == "e4m3-native":
+        value = y.to(tl.float8e4nv).to(tl.float32)
     elif GRID == "e2m1":
         value = round_e2m1(y)
     elif GRID == "int8":

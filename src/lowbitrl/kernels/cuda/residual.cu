@@ -75,14 +75,14 @@ __device__ __forceinline__ void gather_keys(const Problem& p, uint32_t* keys) {
     __syncthreads();
 }
 
-// With SELECT first passes wait in shared memory while bins are counted: registers would leave room for few warps.
+// With SELECT errors stay in registers while bins are counted, and first passes in shared memory; else x and first passes stay.
 template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds__(THREADS) token_kernel(Problem p) {
     SHARED(Tally, tally);
     float4* kept = reinterpret_cast<float4*>(tally + 1) + threadIdx.x;
     const int row = blockIdx.x;
     Packed x[BLOCKS];
     uint32_t peak[BLOCKS], best = 0;
-    float first[SELECT ? 1 : BLOCKS][BLOCK];
+    float first[SELECT ? 1 : BLOCKS][BLOCK], errors[SELECT ? BLOCKS : 1][BLOCK];
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
         const int block = j * blockDim.x + threadIdx.x;
@@ -95,25 +95,17 @@ template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds_
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
         auto& q = first[SELECT ? 0 : j];
-        float error[BLOCK];
+        auto& error = errors[SELECT ? j : 0];
         unpack(x[j], error);
         quantize_block(error, step_of(peak[j], one), q);
         subtract(q, error, error);
         peak[j] = peak_of(error), best = max(best, peak[j]);
         if (SELECT)
+#pragma unroll
             for (int i = 0; i < 4; ++i)
                 kept[(4 * j + i) * blockDim.x] = make_float4(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
     }
     best = block_max(best, tally->peaks[1]);
-    const auto recall = [&](int j) -> const float(&)[BLOCK] {
-        if (SELECT)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float4 v = kept[(4 * j + i) * blockDim.x];
-                first[0][4 * i] = v.x, first[0][4 * i + 1] = v.y, first[0][4 * i + 2] = v.z, first[0][4 * i + 3] = v.w;
-            }
-        return first[SELECT ? 0 : j];
-    };
     Cut cut = {0, LAST_INDEX};
     if (SELECT) {
         const uint32_t high = min(best, NAN_KEY);
@@ -122,11 +114,8 @@ template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds_
             for (int j = 0; j < BLOCKS; ++j) {
                 const int block = j * blockDim.x + threadIdx.x;
                 if (block >= p.blocks) break;
-                float error[BLOCK];
-                unpack(x[j], error);
-                subtract(recall(j), error, error);
 #pragma unroll
-                for (int i = 0; i < BLOCK; ++i) f(score_key(error[i]), block * BLOCK + i);
+                for (int i = 0; i < BLOCK; ++i) f(score_key(errors[SELECT ? j : 0][i]), block * BLOCK + i);
             }
         });
     }
@@ -134,10 +123,19 @@ template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds_
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
         const int block = j * blockDim.x + threadIdx.x;
-        const auto& q = recall(j);
-        float error[BLOCK], out[BLOCK];
-        unpack(x[j], error);
-        subtract(q, error, error);
+        auto& q = first[SELECT ? 0 : j];
+        auto& error = errors[SELECT ? j : 0];
+        float out[BLOCK];
+        if (SELECT) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float4 v = kept[(4 * j + i) * blockDim.x];
+                q[4 * i] = v.x, q[4 * i + 1] = v.y, q[4 * i + 2] = v.z, q[4 * i + 3] = v.w;
+            }
+        } else {
+            unpack(x[j], error);
+            subtract(q, error, error);
+        }
         quantize_block(error, step_of(peak[j], two), out);
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) {

@@ -61,7 +61,7 @@ template <class Each> __device__ Descent descend(Tally& t, uint32_t low, uint32_
         for (int i = threadIdx.x; i < BINS; i += blockDim.x) t.bins[i] = 0;
         __syncthreads();
         each([&](uint32_t key, int) {
-            if (key >= base && key <= ceiling) atomicAdd(&t.bins[(key - base) >> shift], 1u);
+            if (key - base <= ceiling - base) atomicAdd(&t.bins[(key - base) >> shift], 1u);
         });
         __syncthreads();
         if (threadIdx.x < 32) find_bin(t, wanted);
