@@ -35,6 +35,12 @@ def test_the_first_version_is_the_one_of_a_single_process(tmp_path, kind, recipe
     assert (max(ours["held"]) > 0) == (keep and recipe["rollout"] != "bf16")
 
 
+def test_one_group_of_whole_weights_lives_at_a_time(tmp_path):
+    for peaks, largest in run_ranks(2, tmp_path, work.shipping_peaks):
+        assert peaks["ship"] == largest
+        assert peaks["all groups"] > 4 * largest
+
+
 def sides():
     learner = tiny_llama()
     plan = prepare(learner, Recipe(rollout="nvfp4-w4a16", residual=0.0))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lowbitrl.distributed import ranks
-from lowbitrl.distributed.sharding import DistributedConfig
+from lowbitrl.distributed.sharding import DistributedConfig, shard
 from lowbitrl.distributed.shipping import ship
 from lowbitrl.distributed.split import SplitSampler
 from lowbitrl.quant import Recipe, attachment, prepare, whole
@@ -129,6 +133,42 @@ def shipped(kind: str, recipe: dict[str, Any], distributed: dict[str, Any]) -> d
     served |= {name: p.clone() for name, p in model.named_parameters()}
     served |= {f"{name}.input_amax": s.amax for name, s in attachment(model).scales.items()}
     return {"served": served, "manifests": manifests, "changes": changes, "held": held}
+
+
+def shipping_peaks() -> tuple[dict[str, int], int]:
+    """Most bytes of gathered weights that lived at once, by what gathers them; and those of the largest group."""
+    learner, model = (tiny_llama(num_hidden_layers=4) for _ in range(2))
+    plan = prepare(learner, Recipe(rollout="nvfp4-w4a16", residual=0.0))
+    prepare(model, plan, "rollout")
+    engine = EmbeddedEngine(model, "batch")
+    shard(learner, DistributedConfig(keep_bytes=False), torch.device("cpu"))
+    groups = attachment(learner).groups
+    peaks = {
+        "ship": gathered_peak(lambda: ship(learner, engine, 0)),
+        "all groups": gathered_peak(lambda: [group.weights() for group in groups]),
+    }
+    return peaks, max(sum(w.nbytes for w in group.weights().values()) for group in groups)
+
+
+def gathered_peak(work: Callable[[], Any]) -> int:
+    """Most bytes of whole weights alive at once during `work`."""
+    alive: dict[int, int] = {}
+    peak, real, number = 0, DTensor.full_tensor, itertools.count()
+
+    def full_tensor(shard: DTensor, **options: Any) -> torch.Tensor:
+        nonlocal peak
+        full, key = real(shard, **options), next(number)
+        alive[key] = full.nbytes
+        weakref.finalize(full, alive.pop, key)
+        peak = max(peak, sum(alive.values()))
+        return full
+
+    DTensor.full_tensor = full_tensor
+    try:
+        work()
+    finally:
+        DTensor.full_tensor = real
+    return peak
 
 
 def run(config: Any, resume: bool = False) -> list[str]:

@@ -71,6 +71,34 @@ def test_shards_step_as_the_whole_does(tmp_path, size):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
 
 
+def moved_in_one_step(size):
+    """Elements that this rank got of others' and its own shards, and the shapes it orthogonalized."""
+    from lowbitrl.trainer import muon
+
+    real, orthogonalized, gathered = muon.newton_schulz, [], []
+    exchange = muon.dist.all_to_all_single
+
+    def counting(output, given, *arguments, **options):
+        gathered.append(output.numel())
+        return exchange(output, given, *arguments, **options)
+
+    muon.newton_schulz = lambda matrix: (orthogonalized.append(tuple(matrix.shape)), real(matrix))[1]
+    muon.dist.all_to_all_single = counting
+    mesh = init_device_mesh("cpu", (size,))
+    stepped(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]), steps=1)
+    return gathered, orthogonalized
+
+
+def test_each_matrix_is_gathered_once_and_a_stack_is_one_batch(tmp_path):
+    """Every second exchange sends rows back; experts stay where they lie."""
+    ranks = run_ranks(2, tmp_path, moved_in_one_step, 2)
+    matrices = [shape for shape in SHAPES if len(shape) == 2]
+    assert sum(sum(gathered[::2]) for gathered, _ in ranks) == sum(n * k for n, k in matrices)
+    assert sorted(shape for _, done in ranks for shape in done if len(shape) == 2) == sorted(matrices)
+    assert [shape for shape in ranks[0][1] if len(shape) == 3] == [(2, 24, 16), (4, 16, 24)]
+    assert [shape for shape in ranks[1][1] if len(shape) == 3] == [(1, 24, 16), (3, 16, 24)]
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_stacks_are_muons_and_their_biases_are_not(kind):
     optimizer = MasterOptimizer(tiny_moe(kind), OptimizerConfig(name="muon"))
