@@ -2,7 +2,8 @@
 
 python benchmarks/plan_memory.py --out results/plan-memory/h200.json
 
-Random weights of a config's shape; two updates of random tokens, so that the second one meets the optimizer's states.
+Random weights of a config's shape; two updates of two micro-batches of random tokens, so that the second update meets
+the optimizer's states and its second micro-batch the first one's gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 import torch
 import transformers
 
+from lowbitrl.config import unnamed_run
 from lowbitrl.quant import Recipe, prepare
 from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.runs import environment
+from lowbitrl.sizing import Estimate, SizeRequest, estimate, shape_of
 from lowbitrl.sync.publisher import publish
 from lowbitrl.trainer import ObjectiveConfig, OptimizerConfig, Trainer, TrainerConfig, TrainingBatch
 
-BASE = {
+BASE: dict[str, Any] = {
     "vocab_size": 32768,
     "hidden_size": 1024,
     "num_hidden_layers": 8,
@@ -32,7 +35,7 @@ BASE = {
     "max_position_embeddings": 4096,
     "eos_token_id": 2,
 }
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", "intermediate_size": 4096, "tie_word_embeddings": True},
     "moe": {
         "model_type": "qwen3_moe",
@@ -72,7 +75,7 @@ def build(shape: str) -> Any:
 
 
 def measure(shape: str, rollout: str, checkpointing: bool) -> dict[str, Any]:
-    """Bytes allocated by the learner at rest, its peak over that, and the engine's."""
+    """Bytes, [allocated, planned]: of a version, of the learner at rest and at its peak, of the engine."""
     gc.collect()
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated()
@@ -86,7 +89,7 @@ def measure(shape: str, rollout: str, checkpointing: bool) -> dict[str, Any]:
     )
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randint(5, 30000, (n,), generator=generator).tolist()  # noqa: E731
-    count = TOKENS // LENGTH
+    count = 2 * TOKENS // LENGTH
     responses = [draw(LENGTH - 8) for _ in range(count)]
     batch = TrainingBatch.build(
         [draw(8) for _ in range(count)], responses, [[-1.0] * len(r) for r in responses], torch.randn(count)
@@ -106,15 +109,27 @@ def measure(shape: str, rollout: str, checkpointing: bool) -> dict[str, Any]:
     gc.collect()
     served = torch.cuda.memory_allocated() - before
     del engine, model, trainer, learner, published
+    sized = planned(shape, plan, checkpointing)
+    passing = ("gradients", "activations of a micro-batch", "logits of a chunk")
     return {
         "shape": shape,
         "rollout": rollout,
         "checkpointing": checkpointing,
-        "published": shipped,
-        "learner at rest": rest,
-        "learner peak": peak,
-        "engine": served,
+        "published": [shipped, sized.published],
+        "learner at rest": [rest, sum(item.bytes for item in sized.learner if item.name not in passing)],
+        "learner peak": [peak, Estimate.total(sized.learner)],
+        "engine": [served, sized.served],
     }
+
+
+def planned(shape: str, plan: Any, checkpointing: bool) -> Estimate:
+    """What the plan says of the same."""
+    settings = {"micro_batch_tokens": TOKENS, "gradient_checkpointing": str(checkpointing).lower()}
+    config = unnamed_run([f"--trainer.{key}={value}" for key, value in settings.items()])
+    config_of = transformers.AutoConfig.for_model(**(BASE | SHAPES[shape]))
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config_of, dtype=torch.bfloat16)
+    return estimate(skeleton, shape_of(skeleton, shape), plan, SizeRequest.of(config=config))
 
 
 if __name__ == "__main__":

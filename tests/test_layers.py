@@ -30,7 +30,7 @@ LAYERS = [
     ("faults",),
     ("assemble", "collect"),
     ("loop", "supervise"),
-    ("bench", "compare", "demo", "doctor", "export", "settings"),
+    ("bench", "compare", "demo", "doctor", "export", "settings", "sizing"),
     ("experiment",),
     ("integrations",),
     ("cli",),

@@ -82,17 +82,37 @@ def evaluate(
 @app.command(context_settings=PASS_THROUGH)
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="checkpoint folder, hub id, or demo")],
-    recipe: Annotated[Path, typer.Option(help="a TOML recipe; its [recipe] section is used")],
+    model: Annotated[str, typer.Argument(help="checkpoint folder, config's .json, hub id, or demo")],
+    recipe: Annotated[Path | None, typer.Option(help="a TOML recipe; needed without --size")] = None,
+    size: Annotated[
+        bool, typer.Option("--size", help="memory and bytes a step, from the config alone")
+    ] = False,
+    ranks: Annotated[int, typer.Option(help="processes of torchrun, with --size; 1: none")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(help="length of a prompt, with --size")] = 512,
 ) -> None:
     """Print every module of a model with its formats on both sides, or why it is left alone.
 
+    With --size: what learner and rollout hold and what a step moves, for a recipe part by part, without one for
+    every rollout precision.
+
     Takes overrides as train does: --recipe.residual 0.5.
     """
-    from lowbitrl.config import load_config
+    from lowbitrl.config import load_config, unnamed_run
     from lowbitrl.models import load_skeleton
     from lowbitrl.quant import resolve
 
+    if size:
+        from lowbitrl.sizing import SizeRequest, size_lines
+
+        config = load_config(recipe, context.args) if recipe else unnamed_run(context.args)
+        request = SizeRequest.of(ranks=ranks, prompt_tokens=prompt_tokens, config=config)
+        for line in size_lines(model, request, every_precision=recipe is None):
+            typer.echo(line)
+        return
+    if recipe is None:
+        raise ValueError(
+            "plan prints what a recipe does to a model: give --recipe recipes/quads.toml, or --size"
+        )
     console.print(
         resolve(load_config(recipe, context.args).recipe, load_skeleton(model)).table(),
         highlight=False,

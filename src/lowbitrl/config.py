@@ -41,6 +41,9 @@ COMMAND_OPTIONS = (
     "calibration",
     "seeds",
     "jobs",
+    "size",
+    "ranks",
+    "prompt-tokens",
 )
 """Of the commands that take overrides: what a mistyped option may have meant."""
 
@@ -273,6 +276,19 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"{path} sets nothing; a recipe needs at least a [task]: start from one of recipes/*.toml"
         )
+    return _overridden(data, overrides)
+
+
+def unnamed_run(overrides: Sequence[str] = ()) -> RunConfig:
+    """The settings of a run that no recipe names: defaults and dotted overrides, on a task that is never asked.
+
+    Raises:
+        ConfigError: as `load_config`, for an override.
+    """
+    return _overridden({"task": {"name": "chain_sum"}}, overrides)
+
+
+def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     for key, value in parse_overrides(overrides):
         _assign(data, key.split("."), value)
     return validate(data)

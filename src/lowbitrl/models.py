@@ -238,11 +238,13 @@ def _cannot_load(name: str | Path, source: Path | str, error: Exception) -> str:
 def load_skeleton(name: str | Path) -> PreTrainedModel:
     """The architecture of `name` on the meta device, without weights: enough to resolve a plan.
 
-    Raises what `resolve_model` raises; OSError if its config cannot be had.
+    `name` may also be a config's .json file. Raises what `resolve_model` raises; OSError if the config cannot be
+    had; ValueError if transformers knows no such architecture.
     """
     import transformers
 
-    source = resolve_model(name)
+    path = Path(name)
+    source = path if path.suffix == ".json" and path.is_file() else resolve_model(name)
     try:
         config = transformers.AutoConfig.from_pretrained(source)
     except OSError as error:

@@ -120,9 +120,14 @@ def _only_dtype(model: nn.Module) -> torch.dtype:
     return next(iter(dtypes))
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are sharded one by one; empty where the model does not say what its layers are."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    layers = layers_of(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} does not name its layers (_no_split_modules), so there is nothing to shard by; "

@@ -77,7 +77,7 @@ class MasterOptimizer:
             )
         own = config.masters == "compute"
         self.masters = {n: p if own else _master(p) for n, p in self.parameters.items()}
-        hidden = _hidden_matrices(model, self.parameters) if config.name == "muon" else set()
+        hidden = hidden_matrices(model, self.parameters) if config.name == "muon" else set()
         self.optimizers = _build(config, self.masters, hidden)
         self._owners = {id(p): o for o in self.optimizers for g in o.param_groups for p in g["params"]}
         for name, parameter in self.parameters.items():
@@ -163,7 +163,7 @@ def _mover(master: Tensor) -> Any:
     return move
 
 
-def _hidden_matrices(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
+def hidden_matrices(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
     """Names of matrices and stacks of them that are neither embeddings, the output head nor rows of biases."""
     ends = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
     excluded = {id(m.weight) for m in ends if m is not None}
