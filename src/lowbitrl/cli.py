@@ -93,7 +93,7 @@ def plan(
     """Print every module of a model with its formats on both sides, or why it is left alone.
 
     With --size: what learner and rollout hold and what a step moves, for a recipe part by part, without one for
-    every rollout precision.
+    every rollout precision (docs/scale.md).
 
     Takes overrides as train does: --recipe.residual 0.5.
     """
@@ -109,6 +109,8 @@ def plan(
         for line in size_lines(model, request, every_precision=recipe is None):
             typer.echo(line)
         return
+    if ranks != 1:
+        raise ValueError(f"--ranks {ranks} is for plan --size: a plan is the same on every rank")
     if recipe is None:
         raise ValueError(
             "plan prints what a recipe does to a model: give --recipe recipes/quads.toml, or --size"

@@ -27,12 +27,13 @@ class Shape(BaseModel):
         layer_types: "full_attention" or "sliding_attention" a layer; unset: all full.
 
     Example:
-        >>> Shape(vocab_size=8, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8).head
-        2
+        Shape(model_type="llama", vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
+              num_key_value_heads=8, intermediate_size=8192).keys == 512
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
+    model_type: str
     vocab_size: Positive
     hidden_size: Positive
     num_hidden_layers: Positive
@@ -46,7 +47,7 @@ class Shape(BaseModel):
     num_experts_per_tok: Positive | None = None
     moe_intermediate_size: Positive | None = None
     shared_expert_intermediate_size: Annotated[int, Field(ge=0, strict=True)] | None = None
-    sliding_window: Positive | None = None
+    sliding_window: Annotated[int, Field(ge=0, strict=True)] | None = None
     layer_types: tuple[str, ...] | None = None
     query_key_norms: bool = False
 
