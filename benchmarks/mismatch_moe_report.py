@@ -1,4 +1,5 @@
-"""Seeds of `mismatch_moe.py` put together: tables of means with the range over seeds, and block distances.
+"""Seeds of `mismatch_moe.py` put together: tables of means with the range over seeds, block distances, and the
+mismatch by share of repaired channels.
 
 python benchmarks/mismatch_moe_report.py runs/moe/0 runs/moe/1 runs/moe/2 --out results/mismatch-moe-smollm2
 """
@@ -16,10 +17,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 LEARNERS = ("bf16", "weights", "full")
+FRACTIONS = (0.125, 0.25, 0.5, 0.75, 1.0)
+LINES = {
+    ("w13", "batch"): {"color": "tab:orange"},
+    ("w13", "token"): {"color": "tab:orange", "ls": "--"},
+    ("every site", "batch"): {"color": "tab:blue"},
+    ("every site", "token"): {"color": "tab:blue", "ls": "--"},
+}
 
 
 def main() -> None:
-    """results.json (a list, one entry a seed), tables.md and blocks.png."""
+    """results.json (a list, one entry a seed), tables.md, blocks.png and fractions.png."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,6 +42,7 @@ def main() -> None:
     (arguments.out / "tables.md").write_text(text)
     print(text)
     draw_blocks([seed["blocks"] for seed in seeds], arguments.out / "blocks.png")
+    draw_fractions([seed["table"] for seed in seeds], arguments.out / "fractions.png")
 
 
 def cell(values: list[float], digits: int) -> str:
@@ -92,6 +101,28 @@ def draw_blocks(seeds: list[dict[str, list[dict]]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("L2 distance, learner to rollout")
     axes[0].legend(frameon=False, title="learner / rollout", fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_fractions(seeds: list[dict], path: Path) -> None:
+    """Mean and largest mismatch of a weight-aligned learner by repaired channels, a line a site and scope."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True, sharex=True)
+    for axis, statistic in zip(axes, ("mean", "max"), strict=True):
+        for (site, scope), style in LINES.items():
+            columns = ["w4a4", *(f"{site} {share:g} per {scope}" for share in FRACTIONS)]
+            rows = np.array([[seed[c]["weights"][statistic] for c in columns] for seed in seeds])
+            shares = [0, *(100 * share for share in FRACTIONS)]
+            axis.plot(shares, rows.mean(0), marker=".", label=f"{site}, channels per {scope}", **style)
+            axis.fill_between(shares, rows.min(0), rows.max(0), color=style["color"], alpha=0.15, lw=0)
+        floor = np.mean([seed["bf16"]["bf16"][statistic] for seed in seeds])
+        axis.axhline(floor, color="0.4", ls=":", lw=1, label="BF16 on both sides: engines alone")
+        axis.set_title(f"{statistic} |log p learner - log p rollout|", fontsize=10)
+        axis.set_xlabel("channels repaired, %")
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("nats")
+    axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
