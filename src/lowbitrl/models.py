@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from lowbitrl.gguf import gguf_to_bf16
@@ -239,7 +240,7 @@ def load_skeleton(name: str | Path) -> PreTrainedModel:
     """The architecture of `name` on the meta device, without weights: enough to resolve a plan.
 
     `name` may also be a config's .json file. Raises what `resolve_model` raises; OSError if the config cannot be
-    had; ValueError if transformers knows no such architecture.
+    had; ValueError if it is none of an architecture that transformers knows.
     """
     import transformers
 
@@ -249,5 +250,7 @@ def load_skeleton(name: str | Path) -> PreTrainedModel:
         config = transformers.AutoConfig.from_pretrained(source)
     except OSError as error:
         raise OSError(_cannot_load(name, source, error)) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"model {str(name)!r}: its config is none of its architecture: {error}") from error
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -121,6 +121,13 @@ def test_impossible_requests_are_refused(tmp_path, arguments, text):
         ({"num_attention_heads": True}, "num_attention_heads=True"),
         ({"model_type": None}, "model_type"),
         ({"model_type": "llamma"}, "llamma"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=32"),
+        (
+            {"num_key_value_heads": None, "num_attention_heads": 3},
+            "multiple of the number of attention heads",
+        ),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+        ({"model_type": "gemma2"}, "final_logit_softcapping"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["linear_attention"] * 16}, "'linear_attention'"),
     ],

@@ -34,8 +34,10 @@ def build(kind, dtype=torch.bfloat16, **overrides):
 
 def plan_of(model, plan, **overrides):
     request = SizeRequest.of(config=unnamed_run([f"--{k}={v}" for k, v in overrides.items()]))
+    config = copy.deepcopy(model.config)
+    config._experts_implementation = "eager"  # transformers 5.5 takes no name of ours from a config
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     return estimate(skeleton, shape_of(skeleton, "tiny"), plan, request)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lowbitrl.models import load_skeleton
+from lowbitrl.trainer.logprobs import check_head
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 CACHED = ("full_attention", "sliding_attention")
@@ -50,6 +52,18 @@ class Shape(BaseModel):
     sliding_window: Annotated[int, Field(ge=0, strict=True)] | None = None
     layer_types: tuple[str, ...] | None = None
     query_key_norms: bool = False
+
+    @model_validator(mode="after")
+    def _can_be(self) -> Shape:
+        heads, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if heads % keys:
+            raise ValueError(f"num_key_value_heads={keys} does not divide num_attention_heads={heads}")
+        if self.num_experts and not 0 < (self.num_experts_per_tok or 0) <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} of num_experts={self.num_experts}: give how many a "
+                "token takes"
+            )
+        return self
 
     @property
     def head(self) -> int:
@@ -100,9 +114,10 @@ def shape_of(model: Any, name: str) -> Shape:
 
     Raises:
         ValueError: a config that lacks a size or holds none in its place, all named; an attention whose cache is
-            another than keys and values of its heads.
+            another than keys and values of its heads; logits that the learner refuses.
     """
     config = model.config
+    check_head(model)
     _check_attention(name, config)
     fields = {alias for field in Shape.model_fields for alias in _aliases(field)}
     given = {field: getattr(config, field) for field in fields if getattr(config, field, None) is not None}
@@ -128,16 +143,16 @@ def _validated(name: str, data: dict[str, Any]) -> Shape:
     try:
         return Shape.model_validate(data)
     except ValidationError as error:
-        missing = [str(e["loc"][0]) for e in error.errors() if e["type"] == "missing"]
-        wrong = [
-            f"{e['loc'][0]}={e['input']!r}: {e['msg'].lower()}"
-            for e in error.errors()
-            if e["type"] != "missing"
-        ]
-        lacks = [
-            f"its config has no {', '.join(missing)}; families that name their sizes otherwise are not sized"
-        ]
-        raise ValueError(f"{name}: {'; '.join([*wrong, *(lacks if missing else ())])}") from error
+        raise ValueError(f"{name}: {'; '.join(_explained(error))}") from error
+
+
+def _explained(error: ValidationError) -> Iterator[str]:
+    for e in error.errors():
+        message = e["msg"].removeprefix("Value error, ")
+        if e["type"] != "missing":
+            yield f"{e['loc'][0]}={e['input']!r}: {message.lower()}" if e["loc"] else message
+    if missing := [str(e["loc"][0]) for e in error.errors() if e["type"] == "missing"]:
+        yield f"its config has no {', '.join(missing)}; families that name their sizes otherwise are not sized"
 
 
 def _aliases(field: str) -> list[str]:
