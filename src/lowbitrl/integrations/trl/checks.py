@@ -13,6 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from packaging.version import Version
+from transformers import PreTrainedModel
+
+from lowbitrl.quant import Plan
 
 OLDEST, BEFORE = "1.16", "1.17"
 
@@ -131,3 +134,20 @@ def check_settings(config: Any, arguments: Mapping[str, Any]) -> None:
                 f"GRPOConfig({name}={getattr(config, name)!r}) has no effect here: {reason}; leave it at "
                 f"{defaults[name]!r}"
             )
+
+
+def check_plan(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuse what a plan asks of passes that are TRL's own.
+
+    Raises:
+        ValueError: static activation scales, or a quantized output head.
+    """
+    if any(layer.static for layer in plan.layers):
+        raise ValueError("activation_scale='static' is not observed in TRL's passes; use 'token'")
+    head = model.get_output_embeddings()
+    heads = [n for n, p in model.named_parameters() if head is not None and p is head.weight]
+    worn = next((name for name in heads if name in plan.by_parameter), None)
+    if worn is not None:
+        raise ValueError(
+            f"{worn}: TRL reads the head's weight past its module; keep it in BF16 (recipe.keep)"
+        )

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbitrl.integrations.shared import make_objective
-from lowbitrl.integrations.trl.checks import OWNED_BY_TRL, check_attributes, check_hooks, check_settings
+from lowbitrl.integrations.trl import checks
 from lowbitrl.integrations.trl.masters import keep_masters
 from lowbitrl.integrations.trl.rollouts import Rollouts, name_real_tokens, scalars
 from lowbitrl.models import load_model
 from lowbitrl.objectives import batch_denominator, mismatch_metrics, policy_loss
-from lowbitrl.quant import Plan, Recipe, forget_bytes, prepare
+from lowbitrl.quant import Recipe, forget_bytes, prepare
 from lowbitrl.rollout import Sampling
 from lowbitrl.sync.sentinel import SentinelConfig
 from lowbitrl.trainer.config import ObjectiveConfig
@@ -75,10 +75,10 @@ class LowBitGRPOTrainer(GRPOTrainer):
         max_batch: int = 256,
         **arguments: Any,
     ) -> None:
-        check_hooks(trl.__version__, GRPOTrainer)
-        check_settings(args, arguments)
+        checks.check_hooks(trl.__version__, GRPOTrainer)
+        checks.check_settings(args, arguments)
         given = objective if isinstance(objective, str) else objective.model_dump(exclude_unset=True)
-        self.objective = make_objective(given, "TRL", OWNED_BY_TRL)
+        self.objective = make_objective(given, "TRL", checks.OWNED_BY_TRL)
         self.masters = masters
         self._forgets: torch.optim.Optimizer | None = None
         if isinstance(model, str):
@@ -89,9 +89,9 @@ class LowBitGRPOTrainer(GRPOTrainer):
         # Before TRL patches forward methods: the rollout is the plain model.
         rollout = copy.deepcopy(model)
         self.plan = prepare(model, recipe, "learner")
-        _check_plan(self.plan, model)
+        checks.check_plan(self.plan, model)
         super().__init__(model=model, args=args, **arguments)
-        check_attributes(self, trl.__version__)
+        checks.check_attributes(self, trl.__version__)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
                 "the learner is published whole from every process, which FSDP and DeepSpeed do not hold; for "
@@ -196,15 +196,3 @@ class LowBitGRPOTrainer(GRPOTrainer):
     def _trains(self) -> bool:
         assert self.model is not None
         return self.model.training
-
-
-def _check_plan(plan: Plan, model: PreTrainedModel) -> None:
-    if any(layer.static for layer in plan.layers):
-        raise ValueError("activation_scale='static' is not observed in TRL's passes; use 'token'")
-    head = model.get_output_embeddings()
-    heads = [n for n, p in model.named_parameters() if head is not None and p is head.weight]
-    worn = next((name for name in heads if name in plan.by_parameter), None)
-    if worn is not None:
-        raise ValueError(
-            f"{worn}: TRL reads the head's weight past its module; keep it in BF16 (recipe.keep)"
-        )
