@@ -92,7 +92,8 @@ class Parts:
         return {"faults/engine_restarts": float(len(losses))}
 
     def close(self) -> None:
-        """End what runs beside this process for the run's sake."""
+        """End what runs beside the loop for the run's sake."""
+        self.saver.close()
         if isinstance(self.engine, VllmServerEngine):
             self.engine.close()
 

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "lowbitrl.loop", "tests.tiny_run"])
+# conftest first: it sets what Triton and the hub client read when they are imported. One server serves all tests.
+CONTEXT.set_forkserver_preload(
+    ["tests.conftest", "lowbitrl.loop", "tests.moe_models", "tests.distributed.work"]
+)
 SECONDS = 120
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import multiprocessing
 import os
 import signal
 import threading
@@ -15,11 +14,7 @@ from pathlib import Path
 
 from lowbitrl.runs import read_metrics
 from lowbitrl.trainer import checkpoint
-from tests.distributed.processes import free_port
-
-SERVER = multiprocessing.get_context("forkserver")
-# conftest first: it sets what Triton and the hub client read when they are imported.
-SERVER.set_forkserver_preload(["tests.conftest", "tests.tiny_run", "lowbitrl.loop"])
+from tests.distributed.processes import CONTEXT, free_port
 
 
 def start(
@@ -35,7 +30,7 @@ def start(
         sabotage: a function of a module, called in the process before the run.
         environment: variables set before that.
     """
-    process = SERVER.Process(target=_run, args=(folder, out, sections, sabotage, environment or {}))
+    process = CONTEXT.Process(target=_run, args=(folder, out, sections, sabotage, environment or {}))
     process.start()
     return process
 

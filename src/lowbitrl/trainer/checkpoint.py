@@ -105,6 +105,10 @@ class Saver:
         if pending is not None:
             pending.result()
 
+    def close(self) -> None:
+        """Let the thread go, after what it may still be writing."""
+        self._thread.shutdown(wait=False)
+
     def _write(
         self,
         partial: Path,
@@ -134,7 +138,10 @@ def save(folder: Path, step: int, optimizer: MasterOptimizer, state: dict[str, A
     """One checkpoint, whole when this returns; otherwise as `Saver.save`."""
     saver = Saver(folder, keep)
     path = saver.save(step, optimizer, state)
-    saver.wait()
+    try:
+        saver.wait()
+    finally:
+        saver.close()
     return path
 
 
