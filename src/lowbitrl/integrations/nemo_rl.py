@@ -4,7 +4,7 @@ NeMo-RL builds its loss in `setup` and has no setting for another, so the launch
 (examples/run_grpo.py, between `setup(...)` and the trainer): `loss_fn = PolicyLossFn("tbpo")`.
 
 Protocol `LossFunction` as in nemo_rl/algorithms/loss/interfaces.py of NVIDIA-NeMo/RL at commit 7ea279a (2026-08-22),
-called as `ClippedPGLossFn` is. Tested against a stand-in of that call, never run inside NeMo-RL.
+called as `ClippedPGLossFn` is. Tested within wrapper.py from source; never in a run of NeMo-RL's.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     kwargs = { objective = "tbpo", parameters = { tis_cap = 2.0 } }
 
 Signature as in src/prime_rl/trainer/rl/loss.py of PrimeIntellect-ai/prime-rl at commit 559b447 (2026-08-21): one
-sequence a call, its loss a sum over tokens, which prime-rl divides by the batch's tokens. Tested against a
-stand-in of that call, never run inside prime-rl.
+sequence a call, its loss a sum over tokens, which prime-rl divides by the batch's tokens. Tested
+around that module from source; never in a run of prime-rl's.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     --custom-config-path lowbitrl.yaml          # lowbitrl: {objective: {name: tbpo}, tis: {correction: tis, cap: 2.0}}
 
 Signatures as in slime/backends/megatron_utils/loss.py of THUDM/slime at commit 624b824 (2026-08-21), where
-`loss_function` calls the one and `policy_loss_function` the other. Tested against a stand-in of those calls, never run
-inside slime.
+`loss_function` calls the one and `policy_loss_function` the other. Tested around that module
+from source; never in a run of slime's.
 """
 
 from __future__ import annotations
