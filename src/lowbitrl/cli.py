@@ -87,8 +87,12 @@ def plan(
     size: Annotated[
         bool, typer.Option("--size", help="memory and bytes a step, from the config alone")
     ] = False,
-    ranks: Annotated[int, typer.Option(help="processes of torchrun, with --size; 1: none")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(help="length of a prompt, with --size")] = 512,
+    ranks: Annotated[
+        int | None, typer.Option(help="with --size: processes of torchrun; 1 by default")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="with --size: of a prompt; 512 by default")
+    ] = None,
 ) -> None:
     """Print every module of a model with its formats on both sides, or why it is left alone.
 
@@ -105,12 +109,15 @@ def plan(
         from lowbitrl.sizing import SizeRequest, size_lines
 
         config = load_config(recipe, context.args) if recipe else unnamed_run(context.args)
-        request = SizeRequest.of(ranks=ranks, prompt_tokens=prompt_tokens, config=config)
+        asked = {k: v for k, v in {"ranks": ranks, "prompt_tokens": prompt_tokens}.items() if v is not None}
+        request = SizeRequest.of(config=config, **asked)
         for line in size_lines(model, request, every_precision=recipe is None):
             typer.echo(line)
         return
-    if ranks != 1:
-        raise ValueError(f"--ranks {ranks} is for plan --size: a plan is the same on every rank")
+    if ranks is not None or prompt_tokens is not None:
+        raise ValueError(
+            "--ranks and --prompt-tokens are for plan --size: a plan itself does not depend on them"
+        )
     if recipe is None:
         raise ValueError(
             "plan prints what a recipe does to a model: give --recipe recipes/quads.toml, or --size"

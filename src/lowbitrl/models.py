@@ -252,5 +252,9 @@ def load_skeleton(name: str | Path) -> PreTrainedModel:
         raise OSError(_cannot_load(name, source, error)) from error
     except StrictDataclassError as error:
         raise ValueError(f"model {str(name)!r}: its config is none of its architecture: {error}") from error
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except ValueError as error:
+        # Its second line lists all architectures.
+        raise ValueError(f"model {str(name)!r}: {str(error).splitlines()[0]}") from error

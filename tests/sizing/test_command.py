@@ -61,17 +61,19 @@ def test_every_shape_is_on_the_page():
 
 def test_a_recipe_is_taken_apart(tmp_path):
     folder = checkpoint(tmp_path / "model")
-    output, error = run(folder, "--size", "--recipe", ROOT / "recipes" / "quads.toml", "--ranks", "2")
+    output, error = run(
+        folder, "--size", "--recipe", ROOT / "recipes" / "quads.toml", "--ranks", "2", "--prompt-tokens", "20"
+    )
     assert error is None
     for part in (
         "masters",
         "optimizer states",
         "decoded beside them",
-        "KV cache, 128 x 552 tokens",
+        "KV cache, 128 x 60 tokens",
         "sent a micro-batch",
     ):
         assert part in output
-    every, _ = run(folder, "--size")
+    every, _ = run(folder, "--size", "--prompt-tokens", "20", "--rollout.max_tokens", "40")
     assert "learner, one process" in every
     assert "fp8-block: " in every  # does not fit, said below the table
 
@@ -101,6 +103,7 @@ def test_settings_change_what_is_held(tmp_path):
         (["--ranks", "0"], "ranks=0"),
         (["--ranks", "-3"], "ranks=-3"),
         (["--prompt-tokens", "0"], "prompt_tokens=0"),
+        (["--prompt-tokens", "200000"], "pass the model's 131072 positions"),
         (["--rank", "2"], "did you mean --ranks"),
         (["--trainer.micro_batch_tokens", "0"], "micro_batch_tokens"),
         (["--recipe.rollout", "nvfp5"], "nvfp5"),
@@ -128,14 +131,18 @@ def test_impossible_requests_are_refused(tmp_path, arguments, text):
         ),
         ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok=9"),
         ({"model_type": "gemma2"}, "final_logit_softcapping"),
+        ({"model_type": "qwen2_vl"}, "Unrecognized configuration class"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["linear_attention"] * 16}, "'linear_attention'"),
     ],
 )
 def test_configs_that_say_too_little_are_refused(tmp_path, fields, text):
-    _, error = run(changed(tmp_path, **fields), "--size")
-    assert isinstance(error, ValueError | OSError)
-    assert text in str(error)
+    file = changed(tmp_path, **fields)
+    for name in (file, file.parent):
+        _, error = run(name, "--size")
+        assert isinstance(error, ValueError | OSError)
+        assert text in str(error)
+        assert len(str(error)) < 700
 
 
 @pytest.mark.parametrize(
@@ -165,5 +172,6 @@ def test_files_that_are_no_config_are_refused(tmp_path, content, text):
 def test_without_size_a_recipe_is_needed_and_ranks_mean_nothing(tmp_path):
     _, error = run(changed(tmp_path))
     assert "--size" in str(error)
-    _, error = run(changed(tmp_path), "--recipe", ROOT / "recipes" / "quads.toml", "--ranks", "2")
-    assert "--size" in str(error)
+    for option in ("--ranks", "--prompt-tokens"):
+        _, error = run(changed(tmp_path), "--recipe", ROOT / "recipes" / "quads.toml", option, "2")
+        assert "--size" in str(error)

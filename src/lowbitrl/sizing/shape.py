@@ -98,10 +98,11 @@ def load_shape(name: str) -> tuple[Any, Shape]:
         ValueError: as `shape_of`, or a file that is no config.
         OSError: as `load_skeleton`.
     """
-    path = Path(name)
-    if path.suffix == ".json":
+    path = Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json" and (file.is_file() or not path.is_dir()):
         # Before transformers sees it, which fills what is missing with the sizes of some model.
-        _validated(name, _read(path))
+        _validated(name, _read(file))
     skeleton = load_skeleton(name)
     return skeleton, shape_of(skeleton, name)
 

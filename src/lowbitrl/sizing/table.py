@@ -26,9 +26,10 @@ def size_lines(name: str, request: SizeRequest, every_precision: bool) -> Iterat
         every_precision: compare all rollout precisions instead of taking the recipe's apart.
 
     Raises:
-        ValueError, OSError: as `load_shape` and `resolve`.
+        ValueError, OSError: as `load_shape` and `resolve`, or sequences longer than the model's positions.
     """
     model, shape = load_shape(name)
+    _check_length(model, request)
     total = sum(p.numel() for p in model.parameters())
     one = shape.cache_bytes(1, itemsize(request.config.model.dtype))
     yield f"{name}: {total:,} parameters, {_kind(shape)}; key/value cache {one:,} bytes a token"
@@ -40,6 +41,15 @@ def size_lines(name: str, request: SizeRequest, every_precision: bool) -> Iterat
         plan = resolve(request.config.recipe, model)
         yield plan.summary()
         yield from _parts(estimate(model, shape, plan, request))
+
+
+def _check_length(model: Any, request: SizeRequest) -> None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and request.tokens > limit:
+        raise ValueError(
+            f"--prompt-tokens {request.prompt_tokens} and rollout.max_tokens={request.config.rollout.max_tokens} "
+            f"pass the model's {limit} positions; lower one"
+        )
 
 
 def _kind(shape: Shape) -> str:
