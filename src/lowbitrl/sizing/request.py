@@ -41,12 +41,10 @@ class SizeRequest(BaseModel):
 
     @property
     def sequences(self) -> int:
-        """Responses that one engine holds at once."""
+        """Responses that the engine of one rank holds at once, if they fit."""
         rollout = self.config.rollout
-        wanted = rollout.prompts * rollout.samples
-        if rollout.engine != "embedded":
-            return wanted
-        return min(rollout.max_batch, -(-wanted // self.ranks))
+        share = -(-rollout.prompts * rollout.samples // self.ranks)
+        return min(rollout.max_batch, share) if rollout.engine == "embedded" else share
 
     @property
     def tokens(self) -> int:
