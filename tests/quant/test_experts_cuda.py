@@ -125,22 +125,34 @@ def test_dispatches_agree(kind, kernels):
     ids=["w4a16", "w4a4+0.5"],
 )
 def test_a_cuda_graph_decodes_experts_that_read_bytes_before_and_after_an_update(kind, recipe):
-    """What it said of its tokens is what a prefill says, of the version it serves; other versions are 0.9 away."""
+    """What it said of its tokens is what a prefill says, of the version it serves, as nearly as eager batches say it.
+
+    Decoding and prefill multiply by other kernels; with FP4 activations that flips codes. Other versions are 0.9 away.
+    """
     learner, model = worn(kind, "eager", recipe, "learner"), worn(kind, "eager", recipe, "rollout", "low-bit")
-    engine, asked = EmbeddedEngine(model, "graph"), [[5, 6, 7], [8, 9]]
+    graph, eager = (EmbeddedEngine(model, scheduler) for scheduler in ("graph", "batch"))
+    asked, sampling = [[5, 6, 7], [8, 9]], Sampling(max_tokens=12, stop_token_ids=(128,))
+    gaps = []
     for version in range(2):
-        completions = engine.generate(asked, 8, Sampling(max_tokens=12, stop_token_ids=(128,)))
-        said = torch.tensor([c.rollout_logprobs for c in completions])
-        sequences = [[*asked[c.prompt_index], *c.token_ids] for c in completions]
-        scored = torch.stack([row[-12:].cpu() for row in engine.score(sequences)])
-        assert (scored - said).abs().mean() < 0.2
+        drawn = [engine.generate(asked, 8, sampling) for engine in (graph, eager)]
+        gaps.append([apart(graph, asked, completions) for completions in drawn])
         with torch.no_grad():
             for parameter in learner.parameters():
                 parameter.mul_(1.5 if parameter.ndim == 3 else 1.0)
         published = publish(learner, version)
-        engine.update(published.stream(), published.manifest)
-        scored = torch.stack([row[-12:].cpu() for row in engine.score(sequences)])
-        assert (scored - said).abs().mean() > 0.4
+        graph.update(published.stream(), published.manifest)
+        gaps[-1].append(apart(graph, asked, drawn[0]))
+    print(kind, recipe.rollout, gaps)
+    for ours, floor, stale in gaps:
+        assert ours <= 1.5 * floor + 0.05
+        assert ours < 0.6 * stale
+
+
+def apart(engine, asked, completions):
+    """Mean distance of what completions say of their tokens from a prefill of them."""
+    said = torch.tensor([c.rollout_logprobs for c in completions])
+    scored = engine.score([[*asked[c.prompt_index], *c.token_ids] for c in completions])
+    return float((torch.stack([row[-said.shape[1] :].cpu() for row in scored]) - said).abs().mean())
 
 
 def test_a_cuda_graph_is_refused_to_experts_that_the_host_dispatches():
