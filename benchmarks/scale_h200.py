@@ -48,7 +48,7 @@ class Question:
         met = figure is not None and (figure <= self.goal if self.at_most else figure >= self.goal)
         return {
             "what": self.what,
-            "figure": NOT_RUN if figure is None else round(figure, 6),
+            "figure": NOT_RUN if figure is None else float(f"{figure:.6g}"),
             "goal": f"{'at most' if self.at_most else 'at least'} {self.goal:g}",
             "met": met,
             "command": command,
@@ -96,15 +96,17 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 def write(file: Path, processes: int, figures: dict[str, float]) -> list[dict[str, Any]]:
     """The summary with these figures in it, every asked question once."""
-    before = {row["what"]: row for row in json.loads(file.read_text())} if file.is_file() else {}
-    rows = []
-    for count in sorted({*ASKED, processes}):
-        for key, question in questions(count).items():
-            figure = figures.get(key) if count == processes else None
-            fresh = question.row(figure, None if figure is None else COMMAND)
-            rows.append(before.get(question.what, fresh) if figure is None else fresh)
-    file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    return rows
+    fresh = [questions(processes)[key].row(figure, COMMAND) for key, figure in figures.items()]
+    return keep(file, fresh)
+
+
+def keep(file: Path, fresh: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put rows into the summary, in place of their last measurement; what was asked and never run says so."""
+    rows = {row["what"]: row for row in json.loads(file.read_text())} if file.is_file() else {}
+    asked = [question.row(None, None) for count in ASKED for question in questions(count).values()]
+    rows = {row["what"]: row for row in asked} | rows | {row["what"]: row for row in fresh}
+    file.write_text("[\n" + ",\n".join(map(json.dumps, rows.values())) + "\n]\n")
+    return list(rows.values())
 
 
 def compare(options: argparse.Namespace, settings: list[str]) -> tuple[dict[str, float], Path]:
