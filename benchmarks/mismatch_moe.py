@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import itertools
 import json
 import time
@@ -85,7 +86,8 @@ class Bench:
         self.base = upcycle(self.dense, arguments.experts, arguments.top_k, arguments.noise, arguments.seed)
 
     def side(self, recipe: Recipe, side: str) -> torch.nn.Module:
-        """A fresh BF16 copy wearing `recipe`."""
+        """A fresh BF16 copy wearing `recipe`; the last ones, which hold cycles, are let go first."""
+        gc.collect()
         model = copy.deepcopy(self.base)
         model.set_attn_implementation("eager" if side == "learner" else "sdpa")
         prepare(model, recipe, side, keep_decoded_experts=side == "rollout")

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def cell(values: list[float], digits: int) -> str:
-    """Mean over seeds, and smallest to largest."""
+    """Mean over the seeds that have it, and smallest to largest; one seed: its figure alone."""
     if not values:
         return "-"
     mean, low, high = (f"{f(values):.{digits}f}" for f in (np.mean, min, max))
@@ -110,11 +110,13 @@ def draw_fractions(seeds: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True, sharex=True)
     for axis, statistic in zip(axes, ("mean", "max"), strict=True):
         for (site, scope), style in LINES.items():
-            columns = ["w4a4", *(f"{site} {share:g} per {scope}" for share in FRACTIONS)]
+            # All channels are the same ones in either scope.
+            shares = [(share, scope if share < 1 else "batch") for share in FRACTIONS]
+            columns = ["w4a4", *(f"{site} {share:g} per {s}" for share, s in shares)]
             rows = np.array([[seed[c]["weights"][statistic] for c in columns] for seed in seeds])
-            shares = [0, *(100 * share for share in FRACTIONS)]
-            axis.plot(shares, rows.mean(0), marker=".", label=f"{site}, channels per {scope}", **style)
-            axis.fill_between(shares, rows.min(0), rows.max(0), color=style["color"], alpha=0.15, lw=0)
+            percent = [0, *(100 * share for share in FRACTIONS)]
+            axis.plot(percent, rows.mean(0), marker=".", label=f"{site}, channels per {scope}", **style)
+            axis.fill_between(percent, rows.min(0), rows.max(0), color=style["color"], alpha=0.15, lw=0)
         floor = np.mean([seed["bf16"]["bf16"][statistic] for seed in seeds])
         axis.axhline(floor, color="0.4", ls=":", lw=1, label="BF16 on both sides: engines alone")
         axis.set_title(f"{statistic} |log p learner - log p rollout|", fontsize=10)
@@ -122,7 +124,8 @@ def draw_fractions(seeds: list[dict], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("nats")
-    axes[0].legend(frameon=False, fontsize=8)
+    lines = axes[0].get_legend_handles_labels()
+    figure.legend(*lines, frameon=False, fontsize=8, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
