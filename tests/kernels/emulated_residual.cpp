@@ -5,6 +5,7 @@ inline void publish() {}
 inline void wait_for(int*, int) {}
 inline void let_next_start() {}
 inline void wait_for_previous() {}
+inline void forget_cached() {}
 inline uint4 load_once(const uint4* p) { return *p; }
 inline void store_once(uint4* p, uint4 v) { *p = v; }
 

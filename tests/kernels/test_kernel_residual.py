@@ -153,5 +153,6 @@ def test_decode_sizes_take_two_launches_and_never_wait(rows, scope, most, backen
             quantize_residual(x, 0.5, scope=scope, backend=backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    on_device = [e for e in profile.events() if e.device_type == DeviceType.CUDA]
-    assert 0 < len(on_device) <= most, [e.name for e in on_device]
+    on_device = [e.name for e in profile.events() if e.device_type == DeviceType.CUDA]
+    poisoning = [name for name in on_device if "FillFunctor" in name]
+    assert 0 < len(on_device) - len(poisoning) <= most, on_device

@@ -146,7 +146,7 @@ def blocked_kernel(
     value = on_grid(in_units(groups, b[:, :, None], stored[:, :, None], RULE), GRID)
     if ENCODE:
         flat = tl.reshape(value, (ROWS, COLUMNS))
-        if GRID == "e4m3":
+        if (GRID == "e4m3") or (GRID == "e4m3-native"):
             codes = e4m3_byte(flat)
         elif GRID == "int8":
             codes = (flat.to(tl.int32) & 0xFF).to(tl.uint8)
@@ -203,6 +203,8 @@ def launch_blocked(
     out = x.new_empty(0 if encode else rows, width)
     qdata = torch.empty(rows if encode else 0, width // per_byte, dtype=torch.uint8, device=x.device)
     scale = torch.empty(lines, scales_across, dtype=scale_dtype, device=x.device)
+    if grid == "e4m3" and converts_e4m3(x.device):
+        grid = "e4m3-native"
     if x.numel():
         programs = (triton.cdiv(rows_per_part, tall) * triton.cdiv(width, across), parts)
         blocked_kernel[programs](
@@ -213,6 +215,11 @@ def launch_blocked(
             num_warps=num_warps or warps_for(tall * across), enable_fp_fusion=False,
         )  # fmt: skip
     return (qdata if encode else out), scale
+
+
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether fp32 to E4M3, ties to even and saturating, is one instruction there (sm89 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _tile_shape(width: int, group: int | None, tiled: bool) -> tuple[int, int]:

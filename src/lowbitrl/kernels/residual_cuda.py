@@ -31,8 +31,9 @@ PEAK_BYTES = 2 * (2 * RUN * WARP * 4)
 FOLD_BYTES = 32 << 10
 TOKEN, ROW, SLAB, SCORES, CHOOSE, REPAIR = range(6)
 CHOOSE_THREADS = 512
-SLAB_THREADS = 512
-"""At least: they all look for the chosen columns, whatever few rows there are."""
+SLAB_THREADS, SLAB_THREADS_WIDE = 512, 1024
+"""At least, WIDE from WIDE_BLOCKS blocks a row on: they all look for the chosen columns, however few rows there are."""
+WIDE_BLOCKS = 256
 REPAIR_ROWS = 2
 NARROW = 128
 """Threads up to which several CTAs share a multiprocessor."""
@@ -42,7 +43,7 @@ SCORES_CTAS, SCORES_CTAS_NARROW = 1, 4
 """A multiprocessor, as ``__launch_bounds__`` promises."""
 CACHED_SHARE = 0.6
 """Of the L2 cache, as much as the repair still finds of what was read for the scores."""
-TOKEN_BLOCKS, TOKEN_BLOCKS_SELECT = 2, 2
+TOKEN_BLOCKS, TOKEN_BLOCKS_SELECT = 1, 1
 """Blocks a thread where a row has more than a warp takes."""
 
 
@@ -133,7 +134,7 @@ def _slab(rows: int, blocks: int, programs: int) -> Launch | None:
     slab = _power(-(-blocks // programs))
     runs = _power(-(-rows // RUN))
     each = 2 if slab * runs * RUN > 1024 else 1
-    threads = max(SLAB_THREADS, slab * runs * RUN // each)
+    threads = max(SLAB_THREADS_WIDE if blocks >= WIDE_BLOCKS else SLAB_THREADS, slab * runs * RUN // each)
     if rows > DECODE_TOKENS or threads > 1024:
         return None
     shared = TALLY_BYTES + max(runs * RUN * slab, blocks) * BLOCK * 4

@@ -65,7 +65,7 @@ def plan_for(blocks: int, parts: int, multiprocessors: int) -> tuple[int, int, i
     As few CTAs a part as let its blocks stay in shared memory, so that several parts are on their way at once.
     """
     most = multiprocessors * CTAS_AT_ONCE
-    group = min(most, -(-blocks // (THREADS * KEPT_ROUNDS)))
+    group = most // max(1, most // min(most, -(-blocks // (THREADS * KEPT_ROUNDS))))
     if parts == 1:
         group = min(most, -(-blocks // THREADS))
     groups = min(parts, most // group)

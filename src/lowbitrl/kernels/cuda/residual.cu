@@ -9,7 +9,8 @@
 //   choose_kernel    long batches, 2 of 3: sums over runs; the last CTA to finish chooses
 //   repair_kernel    long batches, 3 of 3: x again, from its end, which the cache still holds
 //
-// A kernel that follows another starts while that one runs, loads its x, and then waits for what the other writes.
+// A kernel that follows another starts while that one runs, loads its x, and then waits for what the other writes. Nothing
+// clears a multiprocessor's own cache for a start like that: such a kernel clears it, and reads what it waited for past it.
 
 #ifndef LOWBITRL_EMULATE
 #include <cuda_runtime.h>
@@ -22,7 +23,7 @@ namespace {
 
 #ifndef LOWBITRL_EMULATE
 __device__ __forceinline__ int lane_below(int v, int by) { return __shfl_up_sync(0xFFFFFFFF, v, by); }
-__device__ __forceinline__ uint4 load_shared_by_grid(const uint4* p) { return __ldcg(p); }
+template <class T> __device__ __forceinline__ T load_shared_by_grid(const T* p) { return __ldcg(p); }
 __device__ __forceinline__ void publish() { __threadfence(); }
 __device__ __forceinline__ void wait_for(int* counter, int all) {
     while (*reinterpret_cast<volatile int*>(counter) < all) {}
@@ -30,6 +31,7 @@ __device__ __forceinline__ void wait_for(int* counter, int all) {
 }
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void forget_cached() { __threadfence(); }
 __device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 #endif
@@ -65,7 +67,8 @@ __device__ __forceinline__ void store_globals(const Problem& p, int row, Globals
 }
 
 __device__ __forceinline__ Globals globals_at(const Problem& p, int pass, int row) {
-    return {p.globals[2 * pass * p.rows + row], p.globals[(2 * pass + 1) * p.rows + row]};
+    const float* at = p.globals + 2 * pass * p.rows + row;
+    return {load_shared_by_grid(at), load_shared_by_grid(at + p.rows)};
 }
 
 // The keys of all columns, from the CTAs that scored them into shared memory.
@@ -169,6 +172,7 @@ __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int 
     float* squares = reinterpret_cast<float*>(tally + 1);
     const int columns = slab * BLOCK, step = blockDim.x / slab;
     const int block = blockIdx.x * slab + threadIdx.x % slab;
+    forget_cached();
     Packed x[PER];
 #pragma unroll
     for (int j = 0; j < PER; ++j) {
@@ -318,7 +322,7 @@ __global__ void __launch_bounds__(512) choose_kernel(Problem p, int columns, int
     let_next_start();
     for (int t = threadIdx.x; t < quarter * columns; t += blockDim.x) {
         const int run = t / columns, column = first + t % columns;
-        const auto at = [&](int r) { return r < there && r < runs ? p.partial[int64_t(r) * width + column] : 0.0f; };
+        const auto at = [&](int r) { return r < there && r < runs ? load_shared_by_grid(p.partial + int64_t(r) * width + column) : 0.0f; };
         // Two foldings while loading; a sum with the zeros past the end changes nothing.
         sums[t] = __fadd_rn(__fadd_rn(at(run), at(run + 2 * quarter)), __fadd_rn(at(run + quarter), at(run + 3 * quarter)));
     }
@@ -344,11 +348,12 @@ __global__ void __launch_bounds__(512) choose_kernel(Problem p, int columns, int
 template <int ROWS> __global__ void __launch_bounds__(256) repair_kernel(Problem p, int once) {
     const int block = blockIdx.x * blockDim.x + threadIdx.x, from = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const bool inside = block < p.blocks;
+    forget_cached();
     Packed x[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) x[r] = load_block(block_at(p, from + r, block), inside && from + r < p.rows);
     wait_for_previous();
-    const uint32_t mask = inside ? p.mask[block] : 0;
+    const uint32_t mask = inside ? load_shared_by_grid(p.mask + block) : 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int row = min(from + r, p.rows - 1);
