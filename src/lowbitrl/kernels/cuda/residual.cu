@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #define SHARED(type, name) extern __shared__ __align__(16) uint8_t shared_[]; type* name = reinterpret_cast<type*>(shared_)
 #endif
 
@@ -286,19 +287,31 @@ __global__ void __launch_bounds__(THREADS, CTAS) scores_kernel(Problem p, int ru
             if (lane < BATCH) peaks->of[0][begin + lane][warp] = own;
             __syncthreads();
             const Globals lanes = globals_of(row_peak(0, begin + lane % BATCH));
+            Step step[BATCH];
+            bool plain = true;
 #pragma unroll
             for (int r = 0; r < BATCH; ++r) {
-                const Globals one = {lane_value(lanes.encode, r), lane_value(lanes.decode, r)};
-                float exact[BLOCK], first[BLOCK];
-                unpack(x[r], exact);
-                quantize_block(exact, step_of(peak[r], one), first);
-                subtract(first, exact, exact);
-                const uint32_t best = warp_max(peak_of(exact));
-                if (lane == r) own = best;
-                if (counts(p, row + r))
-#pragma unroll
-                    for (int i = 0; i < BLOCK; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(exact[i], exact[i]));
+                step[r] = step_of(peak[r], {lane_value(lanes.encode, r), lane_value(lanes.decode, r)});
+                plain = plain && step[r].plain;
             }
+            // One vote for all rows: without branches between them they overlap.
+            const auto score = [&](auto is_plain) {
+#pragma unroll
+                for (int r = 0; r < BATCH; ++r) {
+                    float exact[BLOCK], first[BLOCK];
+                    unpack(x[r], exact);
+                    quantize_as<decltype(is_plain)::value>(exact, step[r], first);
+                    subtract(first, exact, exact);
+                    const uint32_t best = warp_max(peak_of(exact));
+                    if (lane == r) own = best;
+                    const bool real = counts(p, row + r);
+#pragma unroll
+                    for (int i = 0; i < BLOCK; ++i)
+                        sums[i] = __fadd_rn(sums[i], real ? __fmul_rn(exact[i], exact[i]) : 0.0f);
+                }
+            };
+            if (warp_all(plain)) score(std::true_type());
+            else score(std::false_type());
             if (lane < BATCH) peaks->of[1][begin + lane][warp] = own;
         }
         __syncthreads();
@@ -345,7 +358,7 @@ __global__ void __launch_bounds__(512) choose_kernel(Problem p, int columns, int
 }
 
 // once: more than the cache holds is written, so writing must not push out x.
-template <int ROWS> __global__ void __launch_bounds__(256) repair_kernel(Problem p, int once) {
+template <int ROWS> __global__ void __launch_bounds__(256, ROWS > 2 ? 3 : 4) repair_kernel(Problem p, int once) {
     const int block = blockIdx.x * blockDim.x + threadIdx.x, from = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const bool inside = block < p.blocks;
     forget_cached();
