@@ -6,8 +6,6 @@ inline void wait_for(int*, int) {}
 inline void let_next_start() {}
 inline void wait_for_previous() {}
 inline void forget_cached() {}
-inline uint4 load_once(const uint4* p) { return *p; }
-inline void store_once(uint4* p, uint4 v) { *p = v; }
 
 #include "residual.cu"
 
@@ -20,24 +18,19 @@ template <class F> static int launch(int grid_x, int grid_y, int threads, int sh
 
 extern "C" int lowbitrl_residual(int kernel, int variant, int grid_x, int grid_y, int threads, int shared, int a, int b, int c,
                                  const void* x, void* out, const void* real, void* globals, void* keys, void* mask,
-                                 void* partial, void* counter, int rows, int blocks, int count, int64_t x_stride, void*) {
+                                 void* partial, void* counter, int rows, int blocks, int count, int64_t x_stride, int early, void*) {
     const Problem p = {(const uint16_t*)x, (uint16_t*)out, (const uint8_t*)real, (float*)globals, (uint32_t*)keys,
-                       (uint16_t*)mask, (float*)partial, (int*)counter, rows, blocks, count, x_stride};
+                       (uint16_t*)mask, (float*)partial, (int*)counter, rows, blocks, count, x_stride, early};
     const auto start = [&](auto body) { return launch(grid_x, grid_y, threads, shared, body); };
     const auto is = [&](int k, int v) { return kernel == k && variant == v; };
-#define TOKEN(B) \
-    if (is(0, B)) return a ? start([&] { token_kernel<B, 1024, true>(p); }) : start([&] { token_kernel<B, 1024, false>(p); });
-    TOKEN(1) TOKEN(2) TOKEN(4)
+    if (kernel == 0) return a ? start([&] { token_kernel<1024, true>(p); }) : start([&] { token_kernel<1024, false>(p); });
     if (kernel == 1) return start([&] { row_kernel(p); });
     // CTAs run one after the other: none could wait for the next, so scores and repair are two rounds.
     if (is(2, 1)) return start([&] { slab_kernel<1, 1024>(p, a, b, 1); }) || start([&] { slab_kernel<1, 1024>(p, a, b, 2); });
     if (is(2, 2)) return start([&] { slab_kernel<2, 1024>(p, a, b, 1); }) || start([&] { slab_kernel<2, 1024>(p, a, b, 2); });
-    if (is(3, 4)) return start([&] { scores_kernel<4, 512, 1>(p, a, b); });
-    if (is(3, 2)) return start([&] { scores_kernel<2, 512, 1>(p, a, b); });
-    if (is(3, 1)) return start([&] { scores_kernel<1, 1024, 1>(p, a, b); });
+    if (is(3, 4)) return start([&] { scores_kernel<4, 512, 1>(p, a); });
+    if (is(3, 1)) return start([&] { scores_kernel<1, 1024, 1>(p, a); });
     if (kernel == 4) return start([&] { choose_kernel(p, a, b, c); });
-    if (is(5, 1)) return start([&] { repair_kernel<1>(p, a); });
-    if (is(5, 2)) return start([&] { repair_kernel<2>(p, a); });
-    if (is(5, 4)) return start([&] { repair_kernel<4>(p, a); });
+    if (kernel == 5) return start([&] { repair_kernel(p); });
     return -1;
 }

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("emulated", "poisoned")
 
 FP4 = get_format("nvfp4-token")
 MULTIPROCESSORS = 132
-CACHE = 1 << 15
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +32,9 @@ def emulated(emulated_library, monkeypatch):
     """The launcher's functions reach the emulated kernels."""
     monkeypatch.setattr(residual_cuda, "library", lambda name: emulated_library)
     monkeypatch.setattr(residual_cuda, "stream", lambda device: ctypes.c_void_p(None))
-    monkeypatch.setattr(residual_cuda, "processors_and_cache", lambda device: (MULTIPROCESSORS, CACHE))
-    monkeypatch.setattr(residual_cuda, "SLAB_THREADS", 32)  # each is a thread of this machine
+    monkeypatch.setattr(residual_cuda, "multiprocessors", lambda device: MULTIPROCESSORS)
+    for name in ("SLAB_THREADS", "SLAB_THREADS_WIDE"):
+        monkeypatch.setattr(residual_cuda, name, 32)  # each is a thread of this machine
 
 
 def same(x, fraction, scope="batch", real=None):
@@ -55,7 +55,7 @@ def test_equals_the_reference(shape, fraction, scope):
 @pytest.mark.parametrize("programs", [2, 132])
 @pytest.mark.parametrize("shape", [(17, 272), (270, 528), (300, 64)])
 def test_slabs_of_any_width_and_long_batches(shape, programs, monkeypatch):
-    monkeypatch.setattr(residual_cuda, "processors_and_cache", lambda device: (programs, CACHE))
+    monkeypatch.setattr(residual_cuda, "multiprocessors", lambda device: programs)
     same(awkward(*shape), 0.125)
     same(awkward(*shape), 0.5)
 

@@ -203,7 +203,7 @@ def launch_blocked(
     out = x.new_empty(0 if encode else rows, width)
     qdata = torch.empty(rows if encode else 0, width // per_byte, dtype=torch.uint8, device=x.device)
     scale = torch.empty(lines, scales_across, dtype=scale_dtype, device=x.device)
-    if grid == "e4m3" and converts_e4m3(x.device):
+    if grid == "e4m3" and tiled and amax is None and converts_e4m3(x.device):
         grid = "e4m3-native"
     if x.numel():
         programs = (triton.cdiv(rows_per_part, tall) * triton.cdiv(width, across), parts)

@@ -22,8 +22,8 @@ def preferred(op: str, rows: int, width: int) -> str:
     """The faster backend for (rows, width); Triton's while no GPU has measured the op.
 
     Args:
-        op: "fake_quantize" and "quantize", of weights whose maximum is measured too; "residual batch", "residual
-            token" and "residual all", which is every channel.
+        op: "fake_quantize" and "quantize", of weights whose maximum is measured too; "residual batch" and, of more
+            tokens than a decoding step has, "residual long"; "residual token"; "residual all", which is every channel.
     """
     measured = [row for row in json.loads(TABLE.read_text())["rows"] if row["op"] == op]
 

@@ -36,15 +36,12 @@ SLAB_THREADS, SLAB_THREADS_WIDE = 512, 1024
 WIDE_BLOCKS = 256
 REPAIR_ROWS = 2
 NARROW = 128
-"""Threads up to which several CTAs share a multiprocessor."""
-SCORES_ROWS, SCORES_ROWS_NARROW, SCORES_ROWS_WIDE = 4, 4, 1
-"""Rows in registers at a time, and as many on their way: of CTAs of up to 512 threads, NARROW, and more than 512."""
-SCORES_CTAS, SCORES_CTAS_NARROW = 1, 4
-"""A multiprocessor, as ``__launch_bounds__`` promises."""
-CACHED_SHARE = 0.6
-"""Of the L2 cache, as much as the repair still finds of what was read for the scores."""
-TOKEN_BLOCKS, TOKEN_BLOCKS_SELECT = 1, 1
-"""Blocks a thread where a row has more than a warp takes."""
+"""Threads up to which SCORES_CTAS share a multiprocessor."""
+SCORES_ROWS, SCORES_ROWS_WIDE, SCORES_CTAS = 4, 1, 4
+"""Rows in registers at a time, and as many on their way; WIDE of CTAs of more than 512 threads."""
+EARLY_START = False
+"""Whether kernels that follow others start while those run. On an H200 a few CTAs then repaired by a mask of an earlier
+call; they clear their cache for it since, which no GPU has run: ``benchmarks/residual_launches.py`` looks for that."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +76,14 @@ def launch_residual(x: Tensor, count: int, scope: str, real: Tensor | None) -> T
     if x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     rows, width = x.shape
-    programs, cache = processors_and_cache(x.device)
-    plan = plan_for(rows, width // BLOCK, every=count == width, scope=scope, programs=programs, cache=cache)
+    programs = multiprocessors(x.device)
+    plan = plan_for(rows, width // BLOCK, every=count == width, scope=scope, programs=programs)
     work = workspace(rows, width, x.device, partial=plan[0].kernel == SCORES)
     for step in plan:
         code = library("residual").lowbitrl_residual(
             step.kernel, step.variant, *step.grid, step.threads, step.shared, *step.numbers,
             address(x), address(out), address(real), *(address(t) for t in work),
-            rows, width // BLOCK, count, ctypes.c_int64(x.stride(0)), stream(x.device),
+            rows, width // BLOCK, count, ctypes.c_int64(x.stride(0)), int(EARLY_START), stream(x.device),
         )  # fmt: skip
         check(code, "residual")
     return out
@@ -104,29 +101,14 @@ def workspace(rows: int, width: int, device: torch.device, *, partial: bool) -> 
     )
 
 
-def plan_for(
-    rows: int, blocks: int, *, every: bool, scope: str, programs: int, cache: int = 0
-) -> list[Launch]:
-    """The launches for (rows, blocks * 16), ``programs`` CTAs of any size fitting the device at once.
-
-    Args:
-        cache: bytes of L2.
-    """
+def plan_for(rows: int, blocks: int, *, every: bool, scope: str, programs: int) -> list[Launch]:
+    """The launches for (rows, blocks * 16), ``programs`` CTAs of any size fitting the device at once."""
+    threads = _threads(blocks)
     if every or scope == "token":
-        return [_token(rows, blocks, select=not every)]
+        kept = 0 if every else threads * BLOCK * 4
+        return [Launch(TOKEN, 0, (rows, 1), threads, TALLY_BYTES + kept, (int(not every), 0, 0))]
     slab = _slab(rows, blocks, programs)
-    return (
-        [Launch(ROW, 0, (rows, 1), _threads(blocks), TALLY_BYTES), slab]
-        if slab
-        else _long(rows, blocks, programs, cache)
-    )
-
-
-def _token(rows: int, blocks: int, *, select: bool) -> Launch:
-    each = 1 if blocks <= WARP else TOKEN_BLOCKS_SELECT if select else TOKEN_BLOCKS
-    threads = _threads(blocks, each)
-    shared = TALLY_BYTES + (each * threads * BLOCK * 4 if select else 0)
-    return Launch(TOKEN, each, (rows, 1), threads, shared, (int(select), 0, 0))
+    return [Launch(ROW, 0, (rows, 1), threads, TALLY_BYTES), slab] if slab else _long(rows, blocks, programs)
 
 
 def _slab(rows: int, blocks: int, programs: int) -> Launch | None:
@@ -141,43 +123,31 @@ def _slab(rows: int, blocks: int, programs: int) -> Launch | None:
     return Launch(SLAB, each, (-(-blocks // slab), 1), threads, shared, (slab, runs, 3))
 
 
-def _long(rows: int, blocks: int, programs: int, cache: int) -> list[Launch]:
-    there = -(-rows // RUN)
+def _long(rows: int, blocks: int, programs: int) -> list[Launch]:
+    there, threads = -(-rows // RUN), _threads(blocks)
     runs, width = _power(there), blocks * BLOCK
     quarter = max(1, runs // 4)
     columns = min(BLOCK, max(1, FOLD_BYTES // (4 * quarter)))
-    across = -(-_threads(blocks) // 256)
-    kept = max(0, rows - int(CACHED_SHARE * cache) // (2 * width))
+    across = -(-threads // 256)
+    batch = SCORES_ROWS if threads <= 512 else SCORES_ROWS_WIDE
+    at_once = programs * (SCORES_CTAS if threads <= NARROW else 1)
     return [
-        _scores(there, _threads(blocks), programs, kept),
+        Launch(SCORES, batch, (min(there, at_once), 1), threads, PEAK_BYTES, (there, 0, 0)),
         Launch(
             CHOOSE, 0, (width // columns, 1), CHOOSE_THREADS,
             TALLY_BYTES + max(quarter * columns, width) * 4, (columns, runs, there),
         ),
-        Launch(
-            REPAIR, REPAIR_ROWS, (across, -(-rows // REPAIR_ROWS)), _threads(-(-blocks // across)), 0,
-            (int(kept > 0), 0, 0),
-        ),
+        Launch(REPAIR, 0, (across, -(-rows // REPAIR_ROWS)), _threads(-(-blocks // across)), 0),
     ]  # fmt: skip
 
 
-def _scores(runs: int, threads: int, programs: int, kept: int) -> Launch:
-    batch, ctas = SCORES_ROWS, SCORES_CTAS
-    if threads <= NARROW:
-        batch, ctas = SCORES_ROWS_NARROW, SCORES_CTAS_NARROW
-    elif threads > 512:
-        batch = SCORES_ROWS_WIDE
-    return Launch(SCORES, batch, (min(runs, ctas * programs), 1), threads, PEAK_BYTES, (runs, kept, 0))
+def multiprocessors(device: torch.device) -> int:
+    """Of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def processors_and_cache(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of a device, bytes of its L2."""
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.L2_cache_size
-
-
-def _threads(blocks: int, each: int = 1) -> int:
-    return -(-blocks // (each * WARP)) * WARP
+def _threads(blocks: int) -> int:
+    return -(-blocks // WARP) * WARP
 
 
 def _power(n: int) -> int:

@@ -104,31 +104,12 @@ __device__ __forceinline__ Packed load_block(const uint16_t* at, bool there) {
     return p;
 }
 
-__device__ __forceinline__ void pack(const float (&v)[BLOCK], uint4 (&half)[2]) {
+__device__ __forceinline__ void store_block(uint16_t* at, const float (&v)[BLOCK]) {
     uint32_t w[BLOCK / 2];
 #pragma unroll
     for (int i = 0; i < BLOCK / 2; ++i) w[i] = pair_of(v[2 * i], v[2 * i + 1]);
-    half[0] = make_uint4(w[0], w[1], w[2], w[3]), half[1] = make_uint4(w[4], w[5], w[6], w[7]);
-}
-
-__device__ __forceinline__ void store_block(uint16_t* at, const float (&v)[BLOCK]) {
-    uint4 half[2];
-    pack(v, half);
-    for (int h = 0; h < 2; ++h) reinterpret_cast<uint4*>(at)[h] = half[h];
-}
-
-// Data that is not needed in the cache afterwards.
-__device__ __forceinline__ Packed load_block_once(const uint16_t* at, bool there) {
-    Packed p = {{make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)}};
-    if (there)
-        for (int h = 0; h < 2; ++h) p.half[h] = load_once(reinterpret_cast<const uint4*>(at) + h);
-    return p;
-}
-
-__device__ __forceinline__ void store_block_once(uint16_t* at, const float (&v)[BLOCK]) {
-    uint4 half[2];
-    pack(v, half);
-    for (int h = 0; h < 2; ++h) store_once(reinterpret_cast<uint4*>(at) + h, half[h]);
+    *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
+    *reinterpret_cast<uint4*>(at + 8) = make_uint4(w[4], w[5], w[6], w[7]);
 }
 
 __device__ __forceinline__ void unpack(const Packed& p, float (&x)[BLOCK]) {
@@ -141,18 +122,17 @@ __device__ __forceinline__ void unpack(const Packed& p, float (&x)[BLOCK]) {
 
 // Bits of max |x|, NaN above everything.
 __device__ __forceinline__ uint32_t peak_of(const Packed& p) {
-    uint32_t best[2] = {};  // two chains: half the latency
+    uint32_t best = 0;
 #pragma unroll
-    for (int i = 0; i < BLOCK / 2; ++i) best[i % 2] = larger_magnitudes(best[i % 2], word_of(p, i));
-    const uint32_t both = larger_magnitudes(best[0], best[1]);
-    return max(both << 16, both & 0xFFFF0000);
+    for (int i = 0; i < BLOCK / 2; ++i) best = larger_magnitudes(best, word_of(p, i));
+    return max(best << 16, best & 0xFFFF0000);
 }
 
 __device__ __forceinline__ uint32_t peak_of(const float (&x)[BLOCK]) {
-    float best[4] = {};
+    float best = 0.0f;
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) best[i % 4] = larger_magnitude(best[i % 4], x[i]);
-    return __float_as_uint(larger_magnitude(larger_magnitude(best[0], best[1]), larger_magnitude(best[2], best[3])));
+    for (int i = 0; i < BLOCK; ++i) best = larger_magnitude(best, x[i]);
+    return __float_as_uint(best);
 }
 
 __device__ __forceinline__ void subtract(const float (&a)[BLOCK], const float (&b)[BLOCK], float (&d)[BLOCK]) {

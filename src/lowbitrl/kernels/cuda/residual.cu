@@ -9,8 +9,8 @@
 //   choose_kernel    long batches, 2 of 3: sums over runs; the last CTA to finish chooses
 //   repair_kernel    long batches, 3 of 3: x again, from its end, which the cache still holds
 //
-// A kernel that follows another starts while that one runs, loads its x, and then waits for what the other writes. Nothing
-// clears a multiprocessor's own cache for a start like that: such a kernel clears it, and reads what it waited for past it.
+// Started early, a kernel that follows another begins while that one runs, loads its x, and then waits for what the other
+// writes. Nothing seems to clear a multiprocessor's own cache then: such a kernel clears it, and reads what it waited for past it.
 
 #ifndef LOWBITRL_EMULATE
 #include <cuda_runtime.h>
@@ -33,8 +33,6 @@ __device__ __forceinline__ void wait_for(int* counter, int all) {
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void forget_cached() { __threadfence(); }
-__device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
-__device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 #endif
 
 #include "nvfp4_block.h"
@@ -54,6 +52,7 @@ struct Problem {
     int* counter;
     int rows, blocks, count;
     int64_t x_stride;
+    int early;             // whether kernels that follow others start while those run
 };
 
 __device__ __forceinline__ const uint16_t* block_at(const Problem& p, int row, int block) {
@@ -79,75 +78,45 @@ __device__ __forceinline__ void gather_keys(const Problem& p, uint32_t* keys) {
     __syncthreads();
 }
 
-// With SELECT errors stay in registers while bins are counted, and first passes in shared memory; else x and first passes stay.
-template <int BLOCKS, int THREADS, bool SELECT> __global__ void __launch_bounds__(THREADS) token_kernel(Problem p) {
+// With SELECT first passes wait in shared memory while bins are counted.
+template <int THREADS, bool SELECT> __global__ void __launch_bounds__(THREADS) token_kernel(Problem p) {
     SHARED(Tally, tally);
     float4* kept = reinterpret_cast<float4*>(tally + 1) + threadIdx.x;
-    const int row = blockIdx.x;
-    Packed x[BLOCKS];
-    uint32_t peak[BLOCKS], best = 0;
-    float first[SELECT ? 1 : BLOCKS][BLOCK], errors[SELECT ? BLOCKS : 1][BLOCK];
-#pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) {
-        const int block = j * blockDim.x + threadIdx.x;
-        x[j] = load_block(block_at(p, row, block), block < p.blocks);
-    }
-#pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) peak[j] = peak_of(x[j]), best = max(best, peak[j]);
-    const Globals one = globals_of(block_max(best, tally->peaks[0]));
-    best = 0;
-#pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) {
-        auto& q = first[SELECT ? 0 : j];
-        auto& error = errors[SELECT ? j : 0];
-        unpack(x[j], error);
-        quantize_block(error, step_of(peak[j], one), q);
-        subtract(q, error, error);
-        peak[j] = peak_of(error), best = max(best, peak[j]);
-        if (SELECT)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                kept[(4 * j + i) * blockDim.x] = make_float4(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
-    }
-    best = block_max(best, tally->peaks[1]);
+    const int row = blockIdx.x, block = threadIdx.x;
+    const bool inside = block < p.blocks;
+    const Packed x = load_block(block_at(p, row, block), inside);
+    uint32_t peak = peak_of(x);
+    const Globals one = globals_of(block_max(peak, tally->peaks[0]));
+    float first[BLOCK], error[BLOCK], out[BLOCK];
+    unpack(x, error);
+    quantize_block(error, step_of(peak, one), first);
+    subtract(first, error, error);
+    peak = peak_of(error);
+    const uint32_t best = block_max(peak, tally->peaks[1]);
     Cut cut = {0, LAST_INDEX};
     if (SELECT) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            kept[i * blockDim.x] = make_float4(first[4 * i], first[4 * i + 1], first[4 * i + 2], first[4 * i + 3]);
         const uint32_t high = min(best, NAN_KEY);
         cut = find_cut(*tally, high > OCTAVES ? high - OCTAVES : 0, high, p.count, [&](auto f) {
+            if (!inside) return;
 #pragma unroll
-            for (int j = 0; j < BLOCKS; ++j) {
-                const int block = j * blockDim.x + threadIdx.x;
-                if (block >= p.blocks) break;
-#pragma unroll
-                for (int i = 0; i < BLOCK; ++i) f(score_key(errors[SELECT ? j : 0][i]), block * BLOCK + i);
-            }
+            for (int i = 0; i < BLOCK; ++i) f(score_key(error[i]), block * BLOCK + i);
         });
-    }
-    const Globals two = globals_of(best);
 #pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) {
-        const int block = j * blockDim.x + threadIdx.x;
-        auto& q = first[SELECT ? 0 : j];
-        auto& error = errors[SELECT ? j : 0];
-        float out[BLOCK];
-        if (SELECT) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float4 v = kept[(4 * j + i) * blockDim.x];
-                q[4 * i] = v.x, q[4 * i + 1] = v.y, q[4 * i + 2] = v.z, q[4 * i + 3] = v.w;
-            }
-        } else {
-            unpack(x[j], error);
-            subtract(q, error, error);
+        for (int i = 0; i < 4; ++i) {
+            const float4 v = kept[i * blockDim.x];
+            first[4 * i] = v.x, first[4 * i + 1] = v.y, first[4 * i + 2] = v.z, first[4 * i + 3] = v.w;
         }
-        quantize_block(error, step_of(peak[j], two), out);
-#pragma unroll
-        for (int i = 0; i < BLOCK; ++i) {
-            const bool taken = !SELECT || cut.takes(score_key(error[i]), block * BLOCK + i);
-            out[i] = __fsub_rn(q[i], taken ? out[i] : 0.0f);
-        }
-        if (block < p.blocks) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, out);
     }
+    quantize_block(error, step_of(peak, globals_of(best)), out);
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+        const bool taken = !SELECT || cut.takes(score_key(error[i]), block * BLOCK + i);
+        out[i] = __fsub_rn(first[i], taken ? out[i] : 0.0f);
+    }
+    if (inside) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, out);
 }
 
 __global__ void __launch_bounds__(1024) row_kernel(Problem p) {
@@ -173,7 +142,7 @@ __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int 
     float* squares = reinterpret_cast<float*>(tally + 1);
     const int columns = slab * BLOCK, step = blockDim.x / slab;
     const int block = blockIdx.x * slab + threadIdx.x % slab;
-    forget_cached();
+    if (p.early) forget_cached();
     Packed x[PER];
 #pragma unroll
     for (int j = 0; j < PER; ++j) {
@@ -244,9 +213,9 @@ __global__ void __launch_bounds__(THREADS) slab_kernel(Problem p, int slab, int 
     }
 }
 
-// Rows from `cached` on are worth keeping in the cache. The next BATCH rows are on their way while one is worked on.
+// The next BATCH rows are on their way while as many are worked on.
 template <int BATCH, int THREADS, int CTAS>
-__global__ void __launch_bounds__(THREADS, CTAS) scores_kernel(Problem p, int runs, int cached) {
+__global__ void __launch_bounds__(THREADS, CTAS) scores_kernel(Problem p, int runs) {
     struct Peaks {
         uint32_t of[2][RUN][MAX_WARPS];
     };
@@ -254,11 +223,9 @@ __global__ void __launch_bounds__(THREADS, CTAS) scores_kernel(Problem p, int ru
     const int block = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     Packed next[BATCH];
     const auto fetch = [&](int row) {
-        const bool inside = block < p.blocks;
 #pragma unroll
         for (int r = 0; r < BATCH; ++r)
-            next[r] = row >= cached ? load_block(block_at(p, row + r, block), inside && row + r < p.rows)
-                                    : load_block_once(block_at(p, row + r, block), inside && row + r < p.rows);
+            next[r] = load_block(block_at(p, row + r, block), block < p.blocks && row + r < p.rows);
     };
     let_next_start();
     fetch(blockIdx.x * RUN);
@@ -357,11 +324,11 @@ __global__ void __launch_bounds__(512) choose_kernel(Problem p, int columns, int
     for (int b = threadIdx.x; b < p.blocks; b += blockDim.x) p.mask[b] = mask_of(keys, b, cut);
 }
 
-// once: more than the cache holds is written, so writing must not push out x.
-template <int ROWS> __global__ void __launch_bounds__(256, ROWS > 2 ? 3 : 4) repair_kernel(Problem p, int once) {
+__global__ void __launch_bounds__(256, 4) repair_kernel(Problem p) {
+    constexpr int ROWS = 2;
     const int block = blockIdx.x * blockDim.x + threadIdx.x, from = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const bool inside = block < p.blocks;
-    forget_cached();
+    if (p.early) forget_cached();
     Packed x[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) x[r] = load_block(block_at(p, from + r, block), inside && from + r < p.rows);
@@ -372,8 +339,7 @@ template <int ROWS> __global__ void __launch_bounds__(256, ROWS > 2 ? 3 : 4) rep
         const int row = min(from + r, p.rows - 1);
         float out[BLOCK];
         repair_block(x[r], globals_at(p, 0, row), globals_at(p, 1, row), mask, out);
-        uint16_t* at = p.out + (int64_t(row) * p.blocks + block) * BLOCK;
-        if (inside && from + r < p.rows) once ? store_block_once(at, out) : store_block(at, out);
+        if (inside && from + r < p.rows) store_block(p.out + (int64_t(row) * p.blocks + block) * BLOCK, out);
     }
 }
 
@@ -385,7 +351,7 @@ namespace {
 struct How {
     dim3 grid;
     int threads, shared;
-    bool follows;  // may start before the kernel before it is done
+    bool early;  // may start before the kernel before it is done
     cudaStream_t stream;
 };
 
@@ -397,7 +363,7 @@ template <class... A, class... B> int start(void (*kernel)(A...), How how, B... 
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = how.grid, config.blockDim = how.threads, config.dynamicSmemBytes = how.shared, config.stream = how.stream;
-    config.attrs = &early, config.numAttrs = how.follows;
+    config.attrs = &early, config.numAttrs = how.early;
     return cudaLaunchKernelEx(&config, kernel, A(arguments)...);
 }
 
@@ -405,24 +371,23 @@ template <class... A, class... B> int start(void (*kernel)(A...), How how, B... 
 
 extern "C" int lowbitrl_residual(int kernel, int variant, int grid_x, int grid_y, int threads, int shared, int a, int b, int c,
                                  const void* x, void* out, const void* real, void* globals, void* keys, void* mask,
-                                 void* partial, void* counter, int rows, int blocks, int count, int64_t x_stride, void* stream) {
+                                 void* partial, void* counter, int rows, int blocks, int count, int64_t x_stride, int early, void* stream) {
     const Problem p = {(const uint16_t*)x, (uint16_t*)out, (const uint8_t*)real, (float*)globals, (uint32_t*)keys,
-                       (uint16_t*)mask, (float*)partial, (int*)counter, rows, blocks, count, x_stride};
-    const How how = {dim3(grid_x, grid_y), threads, shared, kernel == 2 || kernel == 4 || kernel == 5, (cudaStream_t)stream};
+                       (uint16_t*)mask, (float*)partial, (int*)counter, rows, blocks, count, x_stride, early};
+    const bool follows = kernel == 2 || kernel == 4 || kernel == 5;
+    const How how = {dim3(grid_x, grid_y), threads, shared, early && follows, (cudaStream_t)stream};
     const auto is = [&](int k, int v) { return kernel == k && variant == v; };
-#define TOKEN(B, T) \
-    if (is(0, B) && threads <= T) return a ? start(token_kernel<B, T, true>, how, p) : start(token_kernel<B, T, false>, how, p);
-    TOKEN(1, 256) TOKEN(1, 1024) TOKEN(2, 256) TOKEN(2, 512) TOKEN(4, 128) TOKEN(4, 256)
+#define TOKEN(T) \
+    if (kernel == 0 && threads <= T) return a ? start(token_kernel<T, true>, how, p) : start(token_kernel<T, false>, how, p);
+    TOKEN(256) TOKEN(1024)
     if (kernel == 1) return start(row_kernel, how, p);
     if (is(2, 1)) return start(slab_kernel<1, 1024>, how, p, a, b, c);
     if (is(2, 2)) return start(slab_kernel<2, 1024>, how, p, a, b, c);
-#define SCORES(B, T, C) \
-    if (is(3, B) && threads <= T) return start(scores_kernel<B, T, C>, how, p, a, b);
-    SCORES(4, 128, 4) SCORES(4, 512, 1) SCORES(2, 128, 6) SCORES(2, 512, 1) SCORES(1, 512, 2) SCORES(1, 1024, 1)
+    if (is(3, 4) && threads <= 128) return start(scores_kernel<4, 128, 4>, how, p, a);
+    if (is(3, 4)) return start(scores_kernel<4, 512, 1>, how, p, a);
+    if (is(3, 1)) return start(scores_kernel<1, 1024, 1>, how, p, a);
     if (kernel == 4) return start(choose_kernel, how, p, a, b, c);
-    if (is(5, 1)) return start(repair_kernel<1>, how, p, a);
-    if (is(5, 2)) return start(repair_kernel<2>, how, p, a);
-    if (is(5, 4)) return start(repair_kernel<4>, how, p, a);
+    if (kernel == 5) return start(repair_kernel, how, p);
     return -1;
 }
 #endif
