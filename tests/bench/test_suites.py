@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from lowbitrl.bench import ceilings, command, policy, rollout, step, sync, timing
+from lowbitrl.bench import ceilings, command, policy, record, rollout, step, sync, timing
 from lowbitrl.quant import Recipe, prepare
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="sizes of a CPU")
@@ -92,3 +92,17 @@ def test_wall_time_covers_the_call_and_leaves_warm_ups_out(monkeypatch):
     measured = timing.time_whole(lambda: calls.append(1), samples=3, warm_ups=2)
     assert len(calls) == 5
     assert (measured.p50, measured.samples) == (3e6, 3)
+
+
+def test_rollout_speeds_are_held_to_bf16_and_graphs_to_eager_batches():
+    bench = record.Bench("rollout", "a command", device="cuda", commit="abc")
+    load, took = rollout.MANY, {"bf16": 20.0, "fp8": 10.0}
+    for scheduler in ("graph", "batch", "continuous"):
+        for name in took:
+            rollout._finding(bench, name, scheduler, load, took, {"bf16": 5.0, "fp8": 20.0})
+    found = {finding.what: (finding.figure, finding.met) for finding in bench.findings}
+    assert found == {
+        "rollout 1B fp8, graph, 128 rows: tokens/s over BF16": (2.0, True),
+        "rollout 1B bf16, 128 rows: graph over batch, tokens/s": (4.0, True),
+        "rollout 1B fp8, 128 rows: graph over batch, tokens/s": (0.5, False),
+    }
