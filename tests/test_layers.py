@@ -28,6 +28,7 @@ LAYERS = [
     ("config", "runs"),
     ("diagnose",),
     ("faults",),
+    ("held_out",),
     ("assemble", "collect"),
     ("loop", "supervise"),
     ("bench", "compare", "demo", "doctor", "export", "settings", "sizing"),

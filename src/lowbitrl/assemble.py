@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lowbitrl import held_out
 from lowbitrl.config import RunConfig, validate
 from lowbitrl.distributed import ranks
 from lowbitrl.distributed.sharding import device_of, whole_pass
 from lowbitrl.distributed.shipping import ship
 from lowbitrl.distributed.split import SplitSampler
-from lowbitrl.evaluation import Evaluation, evaluate
+from lowbitrl.evaluation import Evaluation
 from lowbitrl.models import DEMO, load_model
 from lowbitrl.quant import (
     Plan,
@@ -129,6 +130,11 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     """Load, prepare and connect everything; returns the parts and the first step to run."""
     if resume:
         _check_same_run(config, run)
+    if config.evaluation.unquantized and ranks.joined():
+        raise ValueError(
+            "evaluation.unquantized makes a whole copy of the model in one process, and torchrun shares it out; leave "
+            "it off and score a checkpoint: lowbitrl evaluate RECIPE --checkpoint FOLDER --recipe.rollout bf16 ..."
+        )
     device = pick_device(config.model.device)
     scheduler = f", scheduler {config.rollout.scheduler}" if config.rollout.engine == "embedded" else ""
     say(
@@ -415,13 +421,5 @@ def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluati
         restore_scales(model, checkpoint.state_of(saved).get("input_amax", [{}])[0])
     else:
         _calibrate(config, task, tokenizer, model)
-    return evaluate(
-        EmbeddedEngine(model, config.rollout.scheduler, config.rollout.max_batch),
-        task,
-        tokenizer,
-        count=config.evaluation.count or None,
-        n=config.evaluation.samples,
-        sampling=config.rollout.sampling(),
-        k=config.evaluation.k,
-        seed=config.seed,
-    )
+    engine = EmbeddedEngine(model, config.rollout.scheduler, config.rollout.max_batch)
+    return held_out.score(config, engine, task, tokenizer)

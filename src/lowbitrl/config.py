@@ -148,17 +148,24 @@ class EvaluationConfig(_Section):
     Attributes:
         every: training steps between evaluations; 0 turns them off. The start and the end count.
         count: held-out prompts; 0 takes all. samples: completions of each. k: of pass@k.
+        unquantized: at the start and the end, score the trained weights served in `model.dtype` too
+            (`eval_unquantized/...`): what of a low-bit score is lost in serving, not in learning.
     """
 
     every: int = Field(default=0, ge=0)
     count: int = Field(default=0, ge=0)
     samples: int = Field(default=4, ge=1)
     k: int = Field(default=4, ge=1)
+    unquantized: bool = False
 
     @model_validator(mode="after")
     def _k_of_n(self) -> EvaluationConfig:
         if self.k > self.samples:
             raise ValueError(f"k={self.k} of pass@k is more than samples={self.samples}; raise samples")
+        if self.unquantized and not self.every:
+            raise ValueError(
+                "unquantized=true adds to held-out scores, and every=0 turns those off; set every"
+            )
         return self
 
 

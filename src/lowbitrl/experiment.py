@@ -36,7 +36,8 @@ from lowbitrl.runs import read_metrics
 
 # What is kept of a run's metrics: enough for every figure, a few hundred bytes a step.
 COLUMNS = (
-    "reward/mean", "eval/pass@1", "mismatch/abs_mean", "mismatch/abs_p99", "rollout_corr/k3_kl",
+    "reward/mean", "eval/pass@1", "eval_unquantized/pass@1", "mismatch/abs_mean", "mismatch/abs_p99",
+    "rollout_corr/k3_kl",
     "rollout_corr/rollout_is_eff_sample_size", "actor/pg_clipfrac", "actor/outside_band_positive",
     "actor/outside_band_negative", "actor/entropy", "actor/grad_norm", "actor/kl_loss", "quant/changed_codes",
     "routing/agreement", "rollout/tokens_mean", "rollout/low_prob_positive", "rollout/low_prob_negative",
@@ -248,12 +249,14 @@ def write_statistics(experiment: Experiment, runs: Mapping[str, Records], out: P
 def score(records: Records) -> dict[str, float]:
     """A run's figures: held-out pass@1 at the end and over the run, reward at the end, mismatch, `POLICY`."""
     evaluated = [r["eval/pass@1"] for r in records if "eval/pass@1" in r]
+    unquantized = [r["eval_unquantized/pass@1"] for r in records if "eval_unquantized/pass@1" in r]
     rewards = [r["reward/mean"] for r in records if r["step"] >= 0]
     mismatch = [r["mismatch/abs_mean"] for r in records if "mismatch/abs_mean" in r]
     figures = {
         "held-out, end": _mean(evaluated[-LAST:]),
         "held-out, whole run": _mean(evaluated),
         "held-out, best": max(evaluated, default=math.nan),
+        "held-out unquantized, end": _mean(unquantized[-1:]),
         "reward, end": _mean(rewards[-TAIL:]),
         "mismatch, start": _mean(mismatch[:TAIL]),
         "mismatch, end": _mean(mismatch[-TAIL:]),

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from lowbitrl import collect
+from lowbitrl import collect, held_out
 from lowbitrl.assemble import Parts, Say, assemble
 from lowbitrl.config import RunConfig
 from lowbitrl.distributed import ranks
-from lowbitrl.evaluation import evaluate
 from lowbitrl.runs import PHASES, RunFolder
 from lowbitrl.tasks import make_task
 from lowbitrl.tracking import trackers
@@ -123,17 +122,11 @@ def _evaluation(config: RunConfig, parts: Parts, done: int) -> Metrics:
     if not every or (done % every and done != config.trainer.steps):
         return {}
     with parts.watch.over("an evaluation"):
-        result = evaluate(
-            parts.sampler,
-            parts.task,
-            parts.tokenizer,
-            count=config.evaluation.count or parts.task.held_out_count,
-            n=config.evaluation.samples,
-            sampling=config.rollout.sampling(),
-            k=config.evaluation.k,
-            seed=config.seed,
-        )
-    return result.metrics()
+        metrics = held_out.score(config, parts.sampler, parts.task, parts.tokenizer).metrics()
+        if config.evaluation.unquantized and done in (0, config.trainer.steps):
+            plain = held_out.score_unquantized(config, parts.trainer.model, parts.task, parts.tokenizer)
+            metrics |= plain.metrics("eval_unquantized")
+    return metrics
 
 
 def _progress(step: int, steps: int, metrics: Metrics) -> str:
