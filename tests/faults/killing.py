@@ -16,6 +16,9 @@ from lowbitrl.runs import read_metrics
 from lowbitrl.trainer import checkpoint
 from tests.distributed.processes import CONTEXT, free_port
 
+LONGEST = 6.0
+"""Seconds within which a run is killed: a busy machine's tests would take minutes otherwise."""
+
 
 def start(
     folder: Path,

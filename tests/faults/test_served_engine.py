@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -46,7 +51,8 @@ def fake(tmp_path):
         servers.append(Server(lambda port: [*command, "--port", str(port)], seconds=20))
         return servers[-1]
 
-    yield SimpleNamespace(start=start, orders=lambda *orders: file.write_text(json.dumps(orders)))
+    orders = lambda *orders: file.write_text(json.dumps(orders))  # noqa: E731
+    yield SimpleNamespace(start=start, servers=servers, orders=orders)
     for server in servers:
         server.close()
 
@@ -198,6 +204,51 @@ def test_a_run_counts_restarts_and_ends_with_the_same_metrics(fake, tmp_path, mo
     assert part == [{k: v for k, v in line.items() if k != "faults/engine_restarts"} for line in whole]
     assert sum("engine restarted, its version given to it again: " in line for line in said) == len(orders)
     assert whole[-1]["actor/grad_norm"] > 0
+
+
+def kill_at(servers, moments, ended, killed):
+    """kill -9 of the newest server that runs, some seconds after the one before; notes each."""
+    for moment in moments:
+        if ended.wait(moment):
+            return
+        keeper = servers[-1]._process.pid
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(keeper).children():
+                process.kill()
+                killed.append(moment)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(fake, tmp_path, monkeypatch, kills):
+    """At rest, in a request, in an update or while it starts: the run is that of a server which lived."""
+    monkeypatch.setattr("lowbitrl.assemble.VllmServer", lambda s, plan, *_, **__: fake.start(plan.digest))
+    sections = {
+        "rollout": {"engine": "vllm-server", "timeout": 5.0, "restarts": 20},
+        "sentinel": {"sequences": 0},
+        "trainer": {"steps": 6},
+        "evaluation": {"every": 0},
+    }
+    began = time.monotonic()
+    whole = lasting(train(config(tmp_path, "whole", **sections), say=lambda line: None))
+    draw, seconds, killed = random.Random(kills), time.monotonic() - began, []
+    while len(killed) < kills:
+        shutil.rmtree(tmp_path / "part", ignore_errors=True)
+        ended, servers = threading.Event(), len(fake.servers)
+        moments = [draw.uniform(0, seconds / 3) for _ in range(kills)]
+        killer = threading.Thread(target=kill_at, args=(fake.servers, moments, ended, killed))
+        run = config(tmp_path, "part", **sections)
+        monkeypatch.setattr(
+            "lowbitrl.assemble.VllmServer",
+            lambda s, plan, *_, killer=killer, **__: (fake.start(plan.digest), killer.start())[0],
+        )
+        part = lasting(train(run, say=lambda line: None))
+        ended.set()
+        killer.join()
+        assert len(fake.servers) == servers + 1
+        restarts = sum(line.pop("faults/engine_restarts", 0) for line in part)
+        assert part == [{k: v for k, v in line.items() if k != "faults/engine_restarts"} for line in whole]
+        assert restarts <= len(killed)
+    assert sum(server.starts for server in fake.servers) > kills / 2
 
 
 def test_flags_and_ports():

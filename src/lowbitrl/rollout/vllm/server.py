@@ -249,12 +249,13 @@ class VllmServerEngine:
     def _restart(self) -> None:
         """Another server, with the version that was served."""
         assert self.server is not None
-        self.server.restart()
-        self.url = self.server.url
-        self._lost.pop(self.url, None)
         try:
+            self.server.restart()
+            self.url = self.server.url
+            self._lost.pop(self.url, None)
             self.report = self._meet()
-        except ConnectionError as error:
+        # Lost while it starts, which is a loss like any other.
+        except (RuntimeError, ConnectionError) as error:
             raise EngineLostError(str(error)) from error
         if self._served is not None:
             self._send(*self._served)
