@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowbitrl.formats import get_format
-from lowbitrl.kernels.quantize import finite
+from lowbitrl.kernels.quantize import evidence_of
 from lowbitrl.quant import LayerPlan, Recipe, attachment, linear, prepare, real_tokens
 from lowbitrl.quant.linear import LearnerLinear, RolloutLinear, WeightGroup, refresh
 
@@ -165,7 +165,7 @@ def test_many_groups_are_looked_at_once(format, monkeypatch):
 
 def _left_to_look_at(x, fmt, *, amax=None, name=None):
     encoded = fmt.quantize(x, amax=amax, check=False)
-    return encoded, finite(x, encoded, amax)
+    return encoded, evidence_of(x, encoded, amax)
 
 
 def test_writes_past_the_version_counter_need_invalidate():

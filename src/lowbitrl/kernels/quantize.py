@@ -91,8 +91,8 @@ def encode(
     Raises:
         ValueError: NaN or Inf in x; a shape the format cannot block.
     """
-    encoded, sound = encode_unchecked(x, format, amax=amax, parts=parts, name=name)
-    if sound is not None and not bool(sound):
+    encoded, evidence = encode_unchecked(x, format, amax=amax, parts=parts, name=name)
+    if evidence is not None and not bool(torch.isfinite(evidence).all()):
         return format.quantize(x, amax=amax, name=name)  # raises, naming x and counting what is not finite
     return encoded
 
@@ -100,21 +100,21 @@ def encode(
 def encode_unchecked(
     x: Tensor, format: Format, *, amax: Tensor | None = None, parts: int = 1, name: str | None = None
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """As ``encode``, but NaN is still to be looked for: bool (), whether x is finite; None where it has been."""
+    """As ``encode``, but NaN is still to be looked for, in ``evidence_of`` x; None where it has been."""
     if x.device.type != "cuda" or quantizer_backend("quantize", x, format, amax) == REFERENCE:
         if parts > 1 and format.per == "tensor" and amax is None:
             amax = absmax(x, parts=parts).view(-1, 1, 1)
         return format.quantize(x, amax=amax, name=name), None
     encoded = quantize(x, format, amax=amax, parts=parts)
-    return encoded, finite(x, encoded, amax)
+    return encoded, evidence_of(x, encoded, amax)
 
 
-def finite(x: Tensor, encoded: QuantizedTensor, amax: Tensor | None = None) -> Tensor:
-    """bool (): whether all of x is, told by maxima or by the scales made of them where those are floats."""
+def evidence_of(x: Tensor, encoded: QuantizedTensor, amax: Tensor | None = None) -> Tensor:
+    """What is finite if and only if all of x is: maxima, or the scales made of them where those are floats."""
     scale = encoded.scale if encoded.global_scale is None else encoded.global_scale
     if amax is None and scale.dtype not in (torch.float32, torch.bfloat16):
         amax = absmax(x)
-    return torch.isfinite(scale if amax is None else amax).all()
+    return scale if amax is None else amax
 
 
 def fake_quantize(

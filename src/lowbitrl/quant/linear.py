@@ -136,10 +136,10 @@ def refresh(groups: Sequence[WeightGroup]) -> None:
     changed = [group for group in groups if group._stale()]
     looks = []
     for group in changed:
-        encoded, sound = _encode_unchecked(group.weights(), group.format)
+        encoded, evidence = _encode_unchecked(group.weights(), group.format)
         group.adopt(encoded)
-        looks += sound
-    if looks and not bool(torch.stack(looks).all()):
+        looks += evidence
+    if not _all_finite(looks):
         for group in changed:
             group.invalidate()
         for group in changed:
@@ -156,9 +156,14 @@ def encode_group(weights: dict[str, Tensor], fmt: Format) -> dict[str, Quantized
         ValueError: NaN or Inf in a weight, naming it.
     """
     encoded, looks = _encode_unchecked(weights, fmt)
-    if looks and not bool(torch.stack(looks).all()):
+    if not _all_finite(looks):
         raise _not_finite(weights)
     return encoded
+
+
+def _all_finite(looks: list[Tensor]) -> bool:
+    """One look at all of them, whatever their shapes: every launch for each would cost a publication milliseconds."""
+    return not looks or bool(torch.isfinite(torch.cat([t.reshape(-1).float() for t in looks])).all())
 
 
 def _not_finite(weights: dict[str, Tensor]) -> ValueError:
@@ -169,14 +174,14 @@ def _not_finite(weights: dict[str, Tensor]) -> ValueError:
 def _encode_unchecked(
     weights: dict[str, Tensor], fmt: Format
 ) -> tuple[dict[str, QuantizedTensor], list[Tensor]]:
-    """Bytes by module name, and what is still to be looked at: bool (), whether weights are finite."""
+    """Bytes by module name, and what is still to be looked at: tensors that are finite where weights are."""
     joint = None
     if len(weights) > 1 and fmt.per == "tensor":
         joint = torch.stack([absmax(weight).view(()) for weight in weights.values()]).amax()
         if not joint.is_cuda and not torch.isfinite(joint):
             raise _not_finite(weights)
     pairs = {n: encode_unchecked(w, fmt, amax=joint, name=f"{n}.weight") for n, w in weights.items()}
-    looks = [sound for _, sound in pairs.values() if sound is not None]
+    looks = [evidence for _, evidence in pairs.values() if evidence is not None]
     return {name: encoded for name, (encoded, _) in pairs.items()}, looks
 
 
