@@ -5,6 +5,7 @@
 #include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -15,6 +16,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+using std::max;
 using std::min;
 
 struct uint4 { uint32_t x, y, z, w; };
@@ -49,6 +51,19 @@ inline const float* peer(float* mine, int rank) {
 
 template <class T> inline T __ldg(const T* p) { T v; std::memcpy(&v, p, sizeof v); return v; }
 inline uint4 load_codes(const uint8_t* p) { uint4 v; std::memcpy(&v, p, 16); return v; }
+inline void prefetch(const uint8_t* p, uint32_t bytes) {
+    // What the instruction demands; reading both ends finds what lies outside of a tensor under a memory checker.
+    if (reinterpret_cast<uintptr_t>(p) % 16 || bytes % 16) std::abort();
+    volatile uint8_t read = p[0];
+    if (bytes) read = p[bytes - 1];
+}
+inline void copy_async(uint4* shared, const uint4* from, bool live) {
+    if (live) std::memcpy(shared, from, 16);
+    else *shared = {};
+}
+inline void wait_for_copies() {}
+inline void wait_for_inputs() {}
+inline void let_next_begin() {}
 inline float __uint_as_float(uint32_t v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 
@@ -90,6 +105,7 @@ inline void product(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
 }
 
 inline const uint8_t* describe(const void* shared, int) { return static_cast<const uint8_t*>(shared); }
+inline const uint8_t* past(const uint8_t* described, int bytes) { return described + bytes; }
 inline void group_fence() {}
 inline void group_commit() {}
 template <int PENDING> inline void group_wait() {}

@@ -78,6 +78,22 @@ __device__ __forceinline__ void product(float (&c)[4], const uint32_t (&a)[4], u
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Asks for bytes into L2: a multiple of 16, from a multiple of 16.
+__device__ __forceinline__ void prefetch(const uint8_t* p, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+
+// Sixteen bytes to shared memory without a stop in registers; zeros where not `live`.
+__device__ __forceinline__ void copy_async(uint4* shared, const uint4* from, bool live) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+                 "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The launch lets this grid begin while the one before it still runs: until here it has read nothing, only asked L2 for it.
+__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 __device__ __forceinline__ uint16_t round_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 __device__ __forceinline__ int cluster_rank() { return cooperative_groups::this_cluster().block_rank(); }
 __device__ __forceinline__ void cluster_barrier() { cooperative_groups::this_cluster().sync(); }
@@ -130,54 +146,88 @@ struct Stage {
     uint32_t scales[ROWS][2];
 };
 
-// Where a thread's next columns lie, in bytes from the matrix's first code and first scale.
-template <Format F, int ROWS>
+// Where a thread's next columns lie.
+template <int ROWS>
 struct Cursor {
-    uint32_t codes[ROWS][2], scales[ROWS][2];
-    uint32_t scale_step;
+    const uint8_t *codes[ROWS][2], *scales[ROWS][2];
 };
 
+// Bytes of scales from one chunk of a row to the next.
+template <Format F>
+__device__ __forceinline__ int scale_step(const Problem& p) {
+    return F == NVFP4 ? CHUNK / 16 : CHUNK / p.group * 2;
+}
+
 template <Format F, int ROWS, int STEP>
-__device__ __forceinline__ Cursor<F, ROWS> point(const Problem& p, int first_row, int column) {
-    Cursor<F, ROWS> at;
+__device__ __forceinline__ Cursor<ROWS> point(const Problem& p, const uint8_t* codes, const uint8_t* scale, int first_row,
+                                              int column) {
+    Cursor<ROWS> at;
     const int group = F == NVFP4 ? 16 : p.group, bytes = F == NVFP4 ? 1 : 2;
-    at.scale_step = CHUNK / group * bytes;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             // Past the last row the last one is read again: its sums go nowhere, and loads need no condition.
-            const uint32_t row = min(first_row + r * STEP + half * 8, p.n - 1);
-            at.codes[r][half] = row * uint32_t(p.k / 2) + column / 2;
-            at.scales[r][half] = (row * uint32_t(p.k / group) + column / group) * bytes;
+            const size_t row = min(first_row + r * STEP + half * 8, p.n - 1);
+            at.codes[r][half] = codes + row * (p.k / 2) + column / 2;
+            at.scales[r][half] = scale + (row * (p.k / group) + column / group) * bytes;
         }
     return at;
 }
 
-// Loads a chunk and moves on; where `live` is false the stage keeps what it held, which is finite.
-template <Format F, int ROWS>
-__device__ __forceinline__ void fetch(Stage<ROWS>& s, Cursor<F, ROWS>& at, const uint8_t* codes, const uint8_t* scale,
-                                      bool live) {
+// Loads the chunk `ahead` of the cursor; where `live` is false the stage keeps what it held, which is finite.
+template <int ROWS>
+__device__ __forceinline__ void fetch(Stage<ROWS>& s, const Cursor<ROWS>& at, int ahead, int step, bool live) {
+    if (!live) return;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (live) {
-                s.codes[r][half] = load_codes(codes + at.codes[r][half]);
-                s.scales[r][half] = __ldg(reinterpret_cast<const uint16_t*>(scale + at.scales[r][half]));
-            }
-            at.codes[r][half] += CHUNK / 2;
-            at.scales[r][half] += at.scale_step;
+            s.codes[r][half] = load_codes(at.codes[r][half] + ahead * (CHUNK / 2));
+            s.scales[r][half] = __ldg(reinterpret_cast<const uint16_t*>(at.scales[r][half] + ahead * step));
         }
+}
+
+template <int ROWS>
+__device__ __forceinline__ void advance(Cursor<ROWS>& at, int chunks, int step) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            at.codes[r][half] += chunks * (CHUNK / 2);
+            at.scales[r][half] += chunks * step;
+        }
+}
+
+template <Format F, int ROWS>
+__device__ __forceinline__ void decode_scales(const Stage<ROWS>& s, Scales (&scales)[ROWS][2]) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) scales[r][half] = decode_scales<F>(s.scales[r][half]);
+}
+
+// Word i (of four) of a row tile: the weights of two products, 16 columns each.
+template <Format F, int ROWS>
+__device__ __forceinline__ void fragment(const Stage<ROWS>& s, const Scales (&scales)[ROWS][2], int r, int i,
+                                         uint32_t (&a)[2][4]) {
+    uint32_t v[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint4& q = s.codes[r][half];
+        const uint32_t word = i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
+        decode<F>(word, i < 2 ? scales[r][half].low : scales[r][half].high, v[half]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a[h][j] = v[j % 2][h * 2 + j / 2];
 }
 
 template <Format F, int TILES, int ROWS>
 __device__ __forceinline__ void consume(const Stage<ROWS>& s, const uint4* x, float (&acc)[ROWS][TILES][4], int lane) {
     Scales scales[ROWS][2];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) scales[r][half] = decode_scales<F>(s.scales[r][half]);
+    decode_scales<F, ROWS>(s, scales);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         uint4 b[TILES];
@@ -185,14 +235,8 @@ __device__ __forceinline__ void consume(const Stage<ROWS>& s, const uint4* x, fl
         for (int t = 0; t < TILES; ++t) b[t] = x[(i * TILES + t) * 32 + lane];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            uint32_t v[2][4];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4& q = s.codes[r][half];
-                const uint32_t word = i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
-                decode<F>(word, i < 2 ? scales[r][half].low : scales[r][half].high, v[half]);
-            }
-            const uint32_t a[2][4] = {{v[0][0], v[1][0], v[0][1], v[1][1]}, {v[0][2], v[1][2], v[0][3], v[1][3]}};
+            uint32_t a[2][4];
+            fragment<F, ROWS>(s, scales, r, i, a);
 #pragma unroll
             for (int t = 0; t < TILES; ++t) {
                 product(acc[r][t], a[0], b[t].x, b[t].y);
@@ -206,72 +250,118 @@ __device__ __forceinline__ void consume(const Stage<ROWS>& s, const uint4* x, fl
 template <Format F, int TILES, int ROWS>
 __device__ __forceinline__ void consume_group(const Stage<ROWS>& s, const uint4* x, float (&acc)[ROWS][TILES][4]) {
     Scales scales[ROWS][2];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) scales[r][half] = decode_scales<F>(s.scales[r][half]);
+    decode_scales<F, ROWS>(s, scales);
+    const auto b = describe(x, TILES);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            uint32_t v[2][4];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4& q = s.codes[r][half];
-                const uint32_t word = i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
-                decode<F>(word, i < 2 ? scales[r][half].low : scales[r][half].high, v[half]);
-            }
-            const uint32_t a[2][4] = {{v[0][0], v[1][0], v[0][1], v[1][1]}, {v[0][2], v[1][2], v[0][3], v[1][3]}};
+            uint32_t a[2][4];
+            fragment<F, ROWS>(s, scales, r, i, a);
             group_fence();
 #pragma unroll
-            for (int h = 0; h < 2; ++h) Group<TILES>::product(acc[r], a[h], describe(x + (i * 2 + h) * 16 * TILES, TILES));
+            for (int h = 0; h < 2; ++h) Group<TILES>::product(acc[r], a[h], past(b, (i * 2 + h) * TILES * 256));
             group_commit();
             group_wait<1>();  // the registers of the products before these are free again
         }
 }
 
-// Activations of chunks [first, last) into shared memory, in the order `consume` reads: (chunk, word, tile, lane).
-// Loads go out in batches: one at a time, each would wait for the cache.
-// For groups the four pairs of a unit lie apart: B's core matrices hold eight columns, two of each thread of a quad.
-template <int TILES, int THREADS, bool GROUP>
+// Where eight columns of activations, unit `u` of those from `chunk` on, come from: (chunk, word, tile, lane), the
+// order `consume` reads. Null where there is no such token or column.
+template <int TILES>
+__device__ __forceinline__ const uint4* unit_of(const Problem& p, const int* source, int chunk, int u) {
+    const int token = source[u / 32 % TILES * 8 + u % 32 / 4];
+    const int column = (chunk + u / (TILES * 128)) * CHUNK + u % 4 * SEGMENT + u / (TILES * 32) % 4 * UNIT;
+    return column < p.k && token >= 0 ? reinterpret_cast<const uint4*>(p.x + size_t(token) * p.x_stride + column) : nullptr;
+}
+
+// The pairs of columns that `decode` makes.
+__device__ __forceinline__ uint4 pair_up(const uint4& v) {
+    return make_uint4(permute(v.x, v.z, 0x5410), permute(v.x, v.z, 0x7632), permute(v.y, v.w, 0x5410),
+                      permute(v.y, v.w, 0x7632));
+}
+
+// Activations of chunks [first, last) into shared memory, all on their way at once.
+template <int TILES, int THREADS>
 __device__ __forceinline__ void stage_x(const Problem& p, const int* source, uint4* shared, int first, int last) {
-    constexpr int batch = 4;
     const int total = (last - first) * TILES * 128;
-    for (int start = threadIdx.x; start < total; start += batch * THREADS) {
-        uint4 v[batch];
+    for (int u = threadIdx.x; u < total; u += THREADS) {
+        const uint4* from = unit_of<TILES>(p, source, first, u);
+        copy_async(shared + u, from ? from : reinterpret_cast<const uint4*>(p.x), from != nullptr);
+    }
+    wait_for_copies();  // a thread's own, the only ones it rewrites
+    for (int u = threadIdx.x; u < total; u += THREADS) shared[u] = pair_up(shared[u]);
+}
+
+// A chunk of activations on its way through a thread's registers to a group's products.
+template <int TILES, int THREADS>
+struct Ahead {
+    static constexpr int TOTAL = TILES * 128, COUNT = (TOTAL + THREADS - 1) / THREADS;
+    uint4 v[COUNT];
+    uint32_t at[COUNT];  // of a unit in chunk 0, in units
+    int chunks[COUNT];   // in which its columns exist
+
+    __device__ __forceinline__ void point(const Problem& p, const int* source) {
 #pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            const int u = start + i * THREADS, token = u / 32 % TILES * 8 + u % 32 / 4;
-            const int column = (first + u / (TILES * 128)) * CHUNK + u % 4 * SEGMENT + u / (TILES * 32) % 4 * UNIT;
-            v[i] = make_uint4(0, 0, 0, 0);
-            if (u < total && column < p.k && source[token] >= 0)
-                v[i] = __ldg(reinterpret_cast<const uint4*>(p.x + size_t(source[token]) * p.x_stride + column));
+        for (int i = 0; i < COUNT; ++i) {
+            const int u = threadIdx.x + i * THREADS, column = u % 4 * SEGMENT + u / (TILES * 32) * UNIT;
+            const int token = u < TOTAL ? source[u / 32 % TILES * 8 + u % 32 / 4] : -1;
+            at[i] = (size_t(max(token, 0)) * p.x_stride + column) / UNIT;
+            chunks[i] = token < 0 ? 0 : (p.k - column + CHUNK - 1) / CHUNK;
         }
+    }
+
+    __device__ __forceinline__ void load(const Problem& p, int chunk, int last) {
+        const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk * (CHUNK / UNIT);
 #pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            const int u = start + i * THREADS;
-            const uint32_t pairs[4] = {permute(v[i].x, v[i].z, 0x5410), permute(v[i].x, v[i].z, 0x7632),
-                                       permute(v[i].y, v[i].w, 0x5410), permute(v[i].y, v[i].w, 0x7632)};
-            if (u >= total) continue;
-            if constexpr (GROUP) {
-                uint32_t* apart = reinterpret_cast<uint32_t*>(shared) + (u / (TILES * 32)) * TILES * 128 + u % (TILES * 32);
+        for (int i = 0; i < COUNT; ++i)
+            v[i] = chunk < min(chunks[i], last) ? __ldg(x + at[i]) : make_uint4(0, 0, 0, 0);
+    }
+
+    // The four pairs of a unit lie apart: B's core matrices hold eight columns, two of each thread of a quad.
+    __device__ __forceinline__ void store(uint4* shared) const {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) apart[j * TILES * 32] = pairs[j];
-            } else {
-                shared[u] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            }
+        for (int i = 0; i < COUNT; ++i) {
+            const int u = threadIdx.x + i * THREADS;
+            if (TOTAL % THREADS && u >= TOTAL) continue;
+            const uint4 pairs = pair_up(v[i]);
+            uint32_t* apart = reinterpret_cast<uint32_t*>(shared) + u / (TILES * 32) * TILES * 128 + u % (TILES * 32);
+            apart[0] = pairs.x, apart[TILES * 32] = pairs.y, apart[TILES * 64] = pairs.z, apart[TILES * 96] = pairs.w;
         }
+    }
+};
+
+// Codes and scales of a tile's rows, chunks [first, last), on their way from memory to L2.
+template <Format F, int HEIGHT>
+__device__ __forceinline__ void prefetch_rows(const Problem& p, const uint8_t* codes, const uint8_t* scale, int tile_row,
+                                              int first, int last) {
+    const int group = F == NVFP4 ? 16 : p.group, bytes = F == NVFP4 ? 1 : 2;
+    const int from = first * CHUNK, to = min(last * CHUNK, p.k);
+    for (int r = threadIdx.x; r < HEIGHT && tile_row + r < p.n && from < to; r += blockDim.x) {
+        const size_t row = tile_row + r;
+        prefetch(codes + row * (p.k / 2) + from / 2, (to - from) / 2);
+        const uintptr_t scales = reinterpret_cast<uintptr_t>(scale) + row * (p.k / group) * bytes;
+        const uintptr_t begin = scales + from / group * bytes + 15 & ~uintptr_t(15);
+        const uintptr_t end = scales + to / group * bytes & ~uintptr_t(15);
+        if (begin < end) prefetch(reinterpret_cast<const uint8_t*>(begin), end - begin);
     }
 }
 
 template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP>
-__global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int splits, int phase) {
+__global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int splits, int phase, int early,
+                                                                int late) {
     constexpr int TOKENS = TILES * 8, HEIGHT = WARPS * ROWS * 16, PITCH = HEIGHT + 4, STEP = GROUP ? 64 : 16;
     SHARED(uint4, base);
     int *source = reinterpret_cast<int*>(base), *target = source + TOKENS;
     uint4* memory = base + TOKENS / 2;  // past both lists
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, member = lane % 4;
     const int rank = splits > 1 ? cluster_rank() : 0;
+    const int chunks = (p.k + CHUNK - 1) / CHUNK;
+    const int begin = chunks * rank / splits, end = chunks * (rank + 1) / splits;
+    const int tile_row = blockIdx.x / splits * HEIGHT;
+    if (!p.experts) prefetch_rows<F, HEIGHT>(p, p.codes, p.scale, tile_row, begin, min(begin + early, end));
+    wait_for_inputs();
+    let_next_begin();
     const int expert = p.experts ? p.experts[blockIdx.y] : 0;
     if (expert < 0) return;  // a whole cluster leaves together: its CTAs share blockIdx.y
 
@@ -280,40 +370,61 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
         target[threadIdx.x] = slot < p.m ? slot : -1;
         source[threadIdx.x] = slot < p.m ? slot / p.slots_per_row : -1;
     }
-    const int chunks = (p.k + CHUNK - 1) / CHUNK;
-    const int begin = chunks * rank / splits, end = chunks * (rank + 1) / splits;
     const int own_row = (GROUP ? warp / 4 * ROWS * 64 + warp % 4 * 16 : warp * ROWS * 16) + quad;
-    const int tile_row = blockIdx.x / splits * HEIGHT;
     const uint8_t* codes = p.codes + size_t(expert) * p.n * (p.k / 2);
     const uint8_t* scale = p.scale + size_t(expert) * p.n * (F == NVFP4 ? p.k / 16 : p.k / p.group * 2);
 
     Stage<ROWS> stages[STAGES] = {};
-    Cursor<F, ROWS> at = point<F, ROWS, STEP>(p, tile_row + own_row, begin * CHUNK + member * SEGMENT);
+    Cursor<ROWS> at = point<F, ROWS, STEP>(p, codes, scale, tile_row + own_row, begin * CHUNK + member * SEGMENT);
+    const int step = scale_step<F>(p);
     // Chunks that hold columns of this thread: only the last one may not.
     const int full = min(end, (p.k - member * SEGMENT + CHUNK - 1) / CHUNK);
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) fetch<F, ROWS>(stages[s], at, codes, scale, begin + s < full);
+    for (int s = 0; s < STAGES; ++s) fetch<ROWS>(stages[s], at, s, step, begin + s < full);
+    advance<ROWS>(at, STAGES, step);
+    prefetch_rows<F, HEIGHT>(p, codes, scale, tile_row, min(p.experts ? begin : begin + early, end), min(begin + late, end));
     float acc[ROWS][TILES][4] = {};
     __syncthreads();
-    for (int start = begin; start < end; start += phase) {
-        const int stop = min(start + phase, end);
-        if (start > begin) __syncthreads();
-        stage_x<TILES, WARPS * 32, GROUP>(p, source, memory, start, stop);
-        if constexpr (GROUP) shared_fence();
+    if constexpr (GROUP) {
+        // Two chunks of activations in shared memory, a third on its way in registers.
+        constexpr int UNITS = TILES * 128;
+        Ahead<TILES, WARPS * 32> ahead;
+        ahead.point(p, source);
+        ahead.load(p, begin, end);
+        ahead.store(memory);
+        ahead.load(p, begin + 1, end);
+        shared_fence();
         __syncthreads();
-        for (int c = start; c < stop; c += STAGES) {
+        for (int c = begin; c < end; c += STAGES) {
 #pragma unroll
             for (int s = 0; s < STAGES; ++s) {
-                const uint4* x = memory + (c + s - start) * 4 * TILES * 32;
-                if constexpr (GROUP) {
-                    if (c + s < stop) consume_group<F, TILES, ROWS>(stages[s], x, acc);
-                } else {
-                    if (c + s < stop) consume<F, TILES, ROWS>(stages[s], x, acc, lane);
+                if (c + s >= end) break;
+                uint4 *x = memory + (c + s - begin) % 2 * UNITS, *next = memory + (c + s - begin + 1) % 2 * UNITS;
+                ahead.store(next);
+                ahead.load(p, c + s + 2, end);
+                consume_group<F, TILES, ROWS>(stages[s], x, acc);
+                fetch<ROWS>(stages[s], at, s, step, c + s + STAGES < full);
+                group_wait<0>();
+                shared_fence();
+                __syncthreads();
+            }
+            advance<ROWS>(at, STAGES, step);
+        }
+    } else {
+        for (int start = begin; start < end; start += phase) {
+            const int stop = min(start + phase, end);
+            if (start > begin) __syncthreads();
+            stage_x<TILES, WARPS * 32>(p, source, memory, start, stop);
+            __syncthreads();
+            for (int c = start; c < stop; c += STAGES) {
+#pragma unroll
+                for (int s = 0; s < STAGES; ++s) {
+                    if (c + s < stop) consume<F, TILES, ROWS>(stages[s], memory + (c + s - start) * 4 * TILES * 32, acc, lane);
+                    fetch<ROWS>(stages[s], at, s, step, c + s + STAGES < full);
                 }
-                fetch<F, ROWS>(stages[s], at, codes, scale, c + s + STAGES < full);
+                advance<ROWS>(at, STAGES, step);
             }
         }
-        if constexpr (GROUP) group_wait<0>();
     }
 
     __syncthreads();
@@ -358,21 +469,75 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
 __global__ void moe_align_kernel(const int* ids, int total, int experts, int block, int blocks, int* slots,
                                  int* block_expert) {
     SHARED(int, counts);
-    int* starts = counts + experts;
+    int *starts = counts + experts, *scanned = starts + experts;
+    wait_for_inputs();
+    let_next_begin();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
     for (int i = threadIdx.x; i < blocks * block; i += blockDim.x) slots[i] = total;
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) block_expert[i] = -1;
     __syncthreads();
     for (int i = threadIdx.x; i < total; i += blockDim.x) atomicAdd(&counts[ids[i]], 1);
     __syncthreads();
+    // Running sums of blocks by doubling: `starts` and `scanned` take turns.
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) starts[e] = (counts[e] + block - 1) / block;
+    __syncthreads();
+    int *from = starts, *to = scanned;
+    for (int step = 1; step < experts; step *= 2) {
+        for (int e = threadIdx.x; e < experts; e += blockDim.x) to[e] = from[e] + (e >= step ? from[e - step] : 0);
+        __syncthreads();
+        int* done = to;
+        to = from, from = done;
+    }
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        int before = 0;
-        for (int j = 0; j < e; ++j) before += (counts[j] + block - 1) / block;
-        starts[e] = before * block;
-        for (int b = 0; b < (counts[e] + block - 1) / block; ++b) block_expert[before + b] = e;
+        const int taken = (counts[e] + block - 1) / block, before = from[e] - taken;
+        to[e] = before * block;
+        for (int b = 0; b < taken; ++b) block_expert[before + b] = e;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < total; i += blockDim.x) slots[atomicAdd(&starts[ids[i]], 1)] = i;
+    for (int i = threadIdx.x; i < total; i += blockDim.x) slots[atomicAdd(&to[ids[i]], 1)] = i;
+}
+
+// out (rows, n) = bf16(bf16(silu(gate)) * value) of `up` (rows, 2 n), gates first: torch's roundings. n is a multiple of 8.
+__global__ void gate_kernel(const uint16_t* up, uint16_t* out, int rows, int n) {
+    wait_for_inputs();
+    let_next_begin();
+    const int wide = n / 8, at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= rows * wide) return;
+    const uint4* row = reinterpret_cast<const uint4*>(up + size_t(at / wide) * 2 * n);
+    const uint4 gate = row[at % wide], value = row[at % wide + wide];
+    uint4 result;
+    const auto *g = reinterpret_cast<const uint16_t*>(&gate), *v = reinterpret_cast<const uint16_t*>(&value);
+    auto* r = reinterpret_cast<uint16_t*>(&result);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float x = from_bf16(g[j]), silu = from_bf16(round_bf16(x / (1.0f + expf(-x))));
+        r[j] = round_bf16(silu * from_bf16(v[j]));
+    }
+    reinterpret_cast<uint4*>(out)[at] = result;
+}
+
+// out (tokens, n) = bf16(sum over choices of bf16(y * weight)), summed in fp32 in order. n is a multiple of 8.
+__global__ void weighted_sum_kernel(const uint16_t* y, const uint16_t* weights, uint16_t* out, int tokens, int choices,
+                                    int n) {
+    wait_for_inputs();
+    let_next_begin();
+    const int wide = n / 8, at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= tokens * wide) return;
+    const int token = at / wide;
+    float sums[8] = {};
+#pragma unroll 8
+    for (int c = 0; c < choices; ++c) {
+        const size_t row = size_t(token) * choices + c;
+        const uint4 values = reinterpret_cast<const uint4*>(y + row * n)[at % wide];
+        const auto* v = reinterpret_cast<const uint16_t*>(&values);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sums[j] += from_bf16(round_bf16(from_bf16(v[j]) * from_bf16(weights[row])));
+    }
+    uint4 result;
+    auto* r = reinterpret_cast<uint16_t*>(&result);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) r[j] = round_bf16(sums[j]);
+    reinterpret_cast<uint4*>(out)[at] = result;
 }
 
 }  // namespace
@@ -380,36 +545,46 @@ __global__ void moe_align_kernel(const int* ids, int total, int experts, int blo
 #ifndef LOWBITRL_EMULATE
 namespace {
 
+// Launched to begin before the kernel before it has ended, in clusters of `cluster`.
+template <class... Parameters, class... Arguments>
+int launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t bytes, int cluster, cudaStream_t stream,
+                 Arguments... arguments) {
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+    return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
 template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP>
-int launch(const Problem& p, int token_blocks, int splits, int phase, cudaStream_t stream) {
+int launch(const Problem& p, int token_blocks, int splits, int phase, int early, int late, cudaStream_t stream) {
     constexpr int HEIGHT = WARPS * ROWS * 16;
     const int chunks = (p.k + CHUNK - 1) / CHUNK, share = (chunks + splits - 1) / splits;
-    phase = phase < share ? phase : share;
+    phase = GROUP ? 2 : phase < share ? phase : share;
     const size_t staged = size_t(phase) * CHUNK * TILES * 8 * 2, sums = size_t(TILES) * 8 * (HEIGHT + 4) * 4;
     const size_t bytes = (staged > sums ? staged : sums) + TILES * 8 * 2 * sizeof(int);
     auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks);
-    config.blockDim = dim3(WARPS * 32);
-    config.dynamicSmemBytes = bytes;
-    config.stream = stream;
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = splits;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    config.attrs = &cluster;
-    config.numAttrs = splits > 1 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, p, splits, phase);
+    return launch_early(kernel, dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks), WARPS * 32, bytes, splits, stream, p,
+                        splits, phase, early, late);
 }
 
 template <Format F>
 int dispatch(const Problem& p, int tiles, int rows, int warps, int stages, int group, int token_blocks, int splits,
-             int phase, cudaStream_t stream) {
+             int phase, int early, int late, cudaStream_t stream) {
 #define VARIANT(T, R, W, S, G)                                                             \
     if (tiles == T && rows == R && warps == W && stages == S && group == G)                \
-        return launch<F, T, R, W, S, G>(p, token_blocks, splits, phase, stream);
+        return launch<F, T, R, W, S, G>(p, token_blocks, splits, phase, early, late, stream);
 #include "w4a16_variants.h"
 #undef VARIANT
     return -1;
@@ -422,22 +597,33 @@ extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, cons
                               const void* global_scale, const void* token_scale, const void* bias, void* out,
                               const void* slots, const void* experts, int m, int n, int k, int group, int x_stride,
                               int slots_per_row, int token_blocks, int tiles, int rows, int warps, int stages,
-                              int warp_groups, int splits, int phase, void* stream) {
+                              int warp_groups, int splits, int phase, int early, int late, void* stream) {
     const Problem p = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(codes),
                        static_cast<const uint8_t*>(scale), static_cast<const float*>(global_scale),
                        static_cast<const float*>(token_scale), static_cast<const uint16_t*>(bias),
                        static_cast<uint16_t*>(out), static_cast<const int*>(slots), static_cast<const int*>(experts),
                        m, n, k, group, x_stride, slots_per_row};
     auto on = static_cast<cudaStream_t>(stream);
-    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, on)
-                           : dispatch<INT4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, on);
+    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, early, late, on)
+                           : dispatch<INT4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, early, late, on);
 }
 
 extern "C" int lowbitrl_moe_align(const void* ids, int total, int experts, int block, int blocks, void* slots,
                                   void* block_expert, void* stream) {
-    moe_align_kernel<<<1, 1024, experts * 2 * sizeof(int), static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const int*>(ids), total, experts, block, blocks, static_cast<int*>(slots),
-        static_cast<int*>(block_expert));
-    return cudaGetLastError();
+    return launch_early(moe_align_kernel, dim3(1), 1024, experts * 3 * sizeof(int), 1, static_cast<cudaStream_t>(stream),
+                        static_cast<const int*>(ids), total, experts, block, blocks, static_cast<int*>(slots),
+                        static_cast<int*>(block_expert));
+}
+
+extern "C" int lowbitrl_gate(const void* up, void* out, int rows, int n, void* stream) {
+    return launch_early(gate_kernel, dim3((rows * (n / 8) + 255) / 256), 256, 0, 1, static_cast<cudaStream_t>(stream),
+                        static_cast<const uint16_t*>(up), static_cast<uint16_t*>(out), rows, n);
+}
+
+extern "C" int lowbitrl_weighted_sum(const void* y, const void* weights, void* out, int tokens, int choices, int n,
+                                     void* stream) {
+    return launch_early(weighted_sum_kernel, dim3((tokens * (n / 8) + 127) / 128), 128, 0, 1,
+                        static_cast<cudaStream_t>(stream), static_cast<const uint16_t*>(y),
+                        static_cast<const uint16_t*>(weights), static_cast<uint16_t*>(out), tokens, choices, n);
 }
 #endif

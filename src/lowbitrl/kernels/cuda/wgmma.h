@@ -11,6 +11,9 @@ __device__ __forceinline__ uint64_t describe(const void* shared, int tiles) {
     return (at & 0x3FFFF) >> 4 | uint64_t(tiles * 128 >> 4) << 16 | uint64_t(128 >> 4) << 32;
 }
 
+// The same matrix so many bytes later.
+__device__ __forceinline__ uint64_t past(uint64_t described, int bytes) { return described + (bytes >> 4); }
+
 __device__ __forceinline__ void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
@@ -18,6 +21,29 @@ __device__ __forceinline__ void group_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <>
+struct Group<1> {
+    static __device__ __forceinline__ void product(float (&d)[1][4], const uint32_t (&a)[4], uint64_t b) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    }
+};
+
+template <>
+struct Group<2> {
+    static __device__ __forceinline__ void product(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+          "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    }
+};
 
 template <>
 struct Group<4> {
