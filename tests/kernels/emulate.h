@@ -57,6 +57,7 @@ inline void prefetch(const uint8_t* p, uint32_t bytes) {
     volatile uint8_t read = p[0];
     if (bytes) read = p[bytes - 1];
 }
+inline void prefetch_line(const uint8_t* p) { volatile uint8_t read = *p; }
 inline void copy_async(uint4* shared, const uint4* from, bool live) {
     if (live) std::memcpy(shared, from, 16);
     else *shared = {};

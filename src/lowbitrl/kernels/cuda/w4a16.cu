@@ -83,6 +83,10 @@ __device__ __forceinline__ void prefetch(const uint8_t* p, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_line(const uint8_t* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
 // Sixteen bytes to shared memory without a stop in registers; zeros where not `live`.
 __device__ __forceinline__ void copy_async(uint4* shared, const uint4* from, bool live) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
@@ -331,6 +335,21 @@ struct Ahead {
     }
 };
 
+// The same by threads side by side, a request every `stride` bytes of a row.
+template <Format F, int HEIGHT>
+__device__ __forceinline__ void prefetch_lines(const Problem& p, const uint8_t* codes, const uint8_t* scale, int tile_row,
+                                               int first, int last, int stride) {
+    const int group = F == NVFP4 ? 16 : p.group, bytes = F == NVFP4 ? 1 : 2;
+    const int from = first * CHUNK, to = min(last * CHUNK, p.k);
+    if (from >= to) return;
+    const int lines = ((to - from) / 2 + stride - 1) / stride, height = min(HEIGHT, p.n - tile_row);
+    for (int u = threadIdx.x; u < height * lines; u += blockDim.x)
+        prefetch_line(codes + size_t(tile_row + u / lines) * (p.k / 2) + from / 2 + u % lines * stride);
+    const int scales = ((to - from) / group * bytes + stride - 1) / stride;
+    for (int u = threadIdx.x; u < height * scales; u += blockDim.x)
+        prefetch_line(scale + (size_t(tile_row + u / scales) * (p.k / group) + from / group) * bytes + u % scales * stride);
+}
+
 // Codes and scales of a tile's rows, chunks [first, last), on their way from memory to L2.
 template <Format F, int HEIGHT>
 __device__ __forceinline__ void prefetch_rows(const Problem& p, const uint8_t* codes, const uint8_t* scale, int tile_row,
@@ -359,7 +378,12 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
     const int chunks = (p.k + CHUNK - 1) / CHUNK;
     const int begin = chunks * rank / splits, end = chunks * (rank + 1) / splits;
     const int tile_row = blockIdx.x / splits * HEIGHT;
-    if (!p.experts) prefetch_rows<F, HEIGHT>(p, p.codes, p.scale, tile_row, begin, min(begin + early, end));
+    const int mode = early / 100;
+    early %= 100;
+    if (!p.experts) {
+        if (mode) prefetch_lines<F, HEIGHT>(p, p.codes, p.scale, tile_row, begin, min(begin + early, end), mode * 32);
+        else prefetch_rows<F, HEIGHT>(p, p.codes, p.scale, tile_row, begin, min(begin + early, end));
+    }
     wait_for_inputs();
     let_next_begin();
     const int expert = p.experts ? p.experts[blockIdx.y] : 0;
@@ -382,7 +406,9 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) fetch<ROWS>(stages[s], at, s, step, begin + s < full);
     advance<ROWS>(at, STAGES, step);
-    prefetch_rows<F, HEIGHT>(p, codes, scale, tile_row, min(p.experts ? begin : begin + early, end), min(begin + late, end));
+    const int after = min(p.experts ? begin : begin + early, end);
+    if (mode) prefetch_lines<F, HEIGHT>(p, codes, scale, tile_row, after, min(begin + late, end), mode * 32);
+    else prefetch_rows<F, HEIGHT>(p, codes, scale, tile_row, after, min(begin + late, end));
     float acc[ROWS][TILES][4] = {};
     __syncthreads();
     if constexpr (GROUP) {
