@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowbitrl.formats import QuantizedTensor, get_format
-from lowbitrl.kernels import align_experts, grouped_w4a16_matmul, quantize_residual
+from lowbitrl.kernels import (
+    align_experts,
+    gate_rows,
+    grouped_w4a16_matmul,
+    quantize_residual,
+    weighted_sum,
+)
 
 from .record import Bench, Row
 from .timing import cold_sets
@@ -53,9 +58,8 @@ def stacks(name: str, device: str) -> list[tuple[QuantizedTensor, QuantizedTenso
 def layer(x: Tensor, ids: Tensor, weights: Tensor, up: QuantizedTensor, down: QuantizedTensor) -> Tensor:
     """(T, H) -> (T, H): what ``quant.experts`` does from bytes."""
     blocks = align_experts(ids, up)
-    gate, value = grouped_w4a16_matmul(x, up, blocks).chunk(2, -1)
-    y = grouped_w4a16_matmul(F.silu(gate) * value, down, blocks)
-    return (y * weights.reshape(-1, 1)).view(*ids.shape, HIDDEN).sum(1)
+    rows = gate_rows(grouped_w4a16_matmul(x, up, blocks))
+    return weighted_sum(grouped_w4a16_matmul(rows, down, blocks), weights)
 
 
 def time_layer(

@@ -86,22 +86,21 @@ def why_not_humming() -> str | None:
     return None if find_spec("humming") else "humming-kernels is not installed"
 
 
-def humming(values: Tensor, format: str) -> Product:
-    """humming's product by its own quantization of BF16 ``values`` (N, K): "nvfp4" or "int4-g128"."""
+def humming(weight: QuantizedTensor) -> Product:
+    """humming's product by an ``nvfp4`` or ``int4-g*`` weight, repacked as humming repacks its own."""
     from humming.layer import HummingLayer  # pyright: ignore[reportMissingImports]
 
-    configs: dict[str, dict[str, Any]] = {
-        "int4-g128": {"dtype": "int4", "group_size": 128},
-        "nvfp4": {
-            "dtype": "float4e2m1", "scale_dtype": "float8e4m3", "group_size": 16, "scale_2_type": "tensor",
-        },
-    }  # fmt: skip
-    layer = HummingLayer(
-        shape_n=values.shape[0],
-        shape_k=values.shape[1],
-        weight_config=configs[format],
-        torch_dtype=torch.bfloat16,
-    ).cuda()
-    layer.load_from_unquantized(values)
+    n, k = weight.shape
+    nvfp4 = weight.global_scale is not None
+    config: dict[str, Any] = {"dtype": "int4", "group_size": k // weight.scale.shape[-1]}
+    if nvfp4:
+        config |= {"dtype": "float4e2m1", "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=torch.bfloat16).cuda()
+    # humming counts INT4 from 8 up, as Marlin does.
+    codes = weight.qdata if nvfp4 else weight.qdata ^ 0x88
+    tensors = {"weight": codes.view(torch.int32), "weight_scale": weight.scale}
+    if weight.global_scale is not None:
+        tensors["weight_scale_2"] = weight.global_scale.reshape(1)
+    layer.load_from_tensors(tensors)
     layer.transform()
     return layer

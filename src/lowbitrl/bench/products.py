@@ -97,7 +97,7 @@ def time_peers(bench: Bench, values: Tensor, x: dict[int, Tensor], name: str) ->
     if peers.why_not_marlin() is None:
         makers["marlin"] = lambda: peers.marlin(copy_of(q))
     if peers.why_not_humming() is None:
-        makers["humming"] = lambda: peers.humming(values, name)
+        makers["humming"] = lambda: peers.humming(copy_of(q))
     best: dict[int, float] = {}
     for backend, make in makers.items():
         sets = [make() for _ in range(cold_sets(q.nbytes))]

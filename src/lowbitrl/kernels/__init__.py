@@ -5,6 +5,7 @@
 """
 
 from .backend import choose, known_backends, register_backend, why_unavailable
+from .between_experts import gate_rows, weighted_sum
 from .decode import decode
 from .grouped_w4a16 import align_experts, grouped_w4a16_matmul
 from .grouped_w8a8 import grouped_w8a8_matmul
@@ -21,6 +22,7 @@ __all__ = [
     "choose",
     "decode",
     "fake_quantize",
+    "gate_rows",
     "grouped_w4a16_matmul",
     "grouped_w8a8_matmul",
     "known_backends",
@@ -31,5 +33,6 @@ __all__ = [
     "w4a8_matmul",
     "w4a16_matmul",
     "w8a8_matmul",
+    "weighted_sum",
     "why_unavailable",
 ]

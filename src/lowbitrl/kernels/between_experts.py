@@ -1,11 +1,11 @@
 """What stands between and after the two products of an expert layer, one launch each, with torch's roundings.
 
-    gate_rows(up)[s] = bf16(bf16(silu(gate)) * value)               up's columns: all gates, then all values
-    weighted_sum(y, w)[t] = bf16(sum_c bf16(y[t * k + c] * w[t, c]))   fp32, choices in order
+gate_rows(up)[s] = bf16(bf16(silu(gate)) * value)               up's columns: all gates, then all values
+weighted_sum(y, w)[t] = bf16(sum_c bf16(y[t * k + c] * w[t, c]))   fp32, choices in order
 
-    backend      where                                    what it does
-    cuda         sm90 on, BF16, widths of eight columns   one launch
-    reference    anywhere                                 torch's ops, three launches for a gate and two for a sum
+backend      where                                    what it does
+cuda         sm90 on, BF16, widths of eight columns   one launch
+reference    anywhere                                 torch's ops, three launches for a gate and two for a sum
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def weighted_sum(y: Tensor, weights: Tensor, *, backend: str = AUTO) -> Tensor:
     Raises:
         ValueError: the backend can't run this.
     """
-    reason = _why_not(y, y.shape[-1]) or (None if weights.dtype == y.dtype else f"weights are {weights.dtype}")
+    reason = _why_not(y, y.shape[-1]) or (
+        None if weights.dtype == y.dtype else f"weights are {weights.dtype}"
+    )
     chosen = choose("weighted_sum", backend, y.device, {CUDA: reason, REFERENCE: None})
     return torch.ops.lowbitrl.weighted_sum(y, weights, chosen)
 

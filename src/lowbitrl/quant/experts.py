@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from lowbitrl.formats import QuantizedTensor, get_format
+from lowbitrl.kernels.between_experts import gate_rows, weighted_sum
 from lowbitrl.kernels.decode import decode
 from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
@@ -48,6 +49,8 @@ from lowbitrl.quant.stacks import StackLayout, encode_stack, present, select, to
 Dispatch = Literal["eager", "grouped_mm", "batched_mm"]
 DISPATCHES: tuple[str, ...] = get_args(Dispatch)
 PREFIX = "lowbitrl:"
+# torch's and transformers' classes of the same function.
+SILU = {"SiLU", "SiLUActivation"}
 
 
 class StackWeights:
@@ -318,12 +321,21 @@ class WornExperts:
         """`forward` from the bytes, rows in (token, choice) order, without host synchronization."""
         blocks = align_experts(top_k_index, self.w13.stored())
         up = self.w13.from_bytes(module, hidden, blocks, routed=False)
-        h = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+        if gates_with_silu(module):
+            h = gate_rows(up)
+        else:
+            h = module._apply_gate(up) if module.has_gate else module.act_fn(up)
         y = self.w2.from_bytes(module, h, blocks, routed=True)
         if getattr(module, "has_post_expert_norm", False):
             y = module.post_expert_norm(y)
-        weighted = y * top_k_weights.reshape(-1, 1)
-        return weighted.view(*top_k_index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
+        return weighted_sum(y, top_k_weights).to(hidden.dtype)
+
+
+def gates_with_silu(module: Any) -> bool:
+    """Whether rows are gated as transformers does by default, silu(first half) * second half."""
+    gate = getattr(type(module), "_apply_gate", None)
+    default = gate is not None and gate.__name__ == "_default_apply_gate"
+    return default and bool(module.has_gate) and type(module.act_fn).__name__ in SILU
 
 
 def quantize_rows(site: ActivationSite, h: Tensor, real: Tensor | None, groups: Groups) -> Tensor:
