@@ -40,9 +40,10 @@ SAMPLES = 5
 def variants(tiles: int) -> list[Variant]:
     """Those built for so many token tiles, or the largest below."""
     built = re.findall(
-        r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false)\)", (SOURCES / "w4a16_variants.h").read_text()
+        r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false), (\d+)\)",
+        (SOURCES / "w4a16_variants.h").read_text(),
     )
-    found = [Variant(*(int(n) for n in row[:4]), row[4] == "true") for row in built]
+    found = [Variant(*(int(n) for n in row[:4]), row[4] == "true", int(row[5])) for row in built]
     widest = max(v.tiles for v in found if v.tiles <= tiles)
     return [v for v in found if v.tiles == widest or (tiles > 8 and v.tiles == 8)]
 
@@ -82,7 +83,7 @@ def row(name: str, grouped: bool, tokens: int, n: int, k: int, best, cublas: flo
     kind = "experts" if grouped else "dense"
     print(f"{name} {kind} {tokens} {n}x{k}: {micros:.2f} us {variant} {splits}; cublas {cublas}", flush=True)
     wins = cublas is not None and cublas < micros
-    shape = [variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped]
+    shape = [variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, variant.shares]
     return {
         "nvfp4": name == "nvfp4", "grouped": grouped, "tokens": tokens, "n": n, "k": k,
         "backend": "cublas" if wins else "cuda", "variant": shape, "splits": splits,

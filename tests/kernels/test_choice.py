@@ -14,7 +14,14 @@ def test_every_variant_of_the_table_is_built():
     built = {tuple(line.split(", ")) for line in re.findall(r"VARIANT\((\d.*)\)", text)}
     for row in table():
         v = row.variant
-        assert (str(v.tiles), str(v.rows), str(v.warps), str(v.stages), str(v.grouped).lower()) in built
+        assert (
+            str(v.tiles),
+            str(v.rows),
+            str(v.warps),
+            str(v.stages),
+            str(v.grouped).lower(),
+            str(v.shares),
+        ) in built
         assert row.backend in {"cuda", "cublas"}
         assert 1 <= row.splits <= 8
 

@@ -92,13 +92,13 @@ def test_bytes_that_start_anywhere():
 
 
 BUILT = re.findall(
-    r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false)\)", (SOURCES / "w4a16_variants.h").read_text()
+    r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false), (\d+)\)", (SOURCES / "w4a16_variants.h").read_text()
 )
 
 
 @pytest.mark.parametrize("built", BUILT, ids="-".join)
 def test_every_variant_that_is_built(built, planned):
-    variant = w4a16_choice.Variant(*(int(number) for number in built[:4]), built[4] == "true")
+    variant = w4a16_choice.Variant(*(int(number) for number in built[:4]), built[4] == "true", int(built[5]))
     planned(variant, 2)
     x = torch.randn(variant.tiles * 8 - 3, 416).bfloat16()
     weight = get_format("nvfp4").quantize(torch.randn(variant.height + 5, 416).bfloat16())

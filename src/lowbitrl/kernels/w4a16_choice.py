@@ -23,7 +23,8 @@ TABLE = Path(__file__).parent / "w4a16_choices.json"
 class Variant:
     """A CUDA kernel that is built: ``tiles`` * 8 tokens, ``warps`` * ``rows`` * 16 weight rows a CTA, ``stages`` ahead.
 
-    grouped: four warps multiply together (wgmma, sm90 alone).
+    grouped: four warps multiply together (wgmma, sm90 alone). shares: warps that take turns at the columns of one
+    row tile, so that a CTA does ``shares`` times fewer rows.
     """
 
     tiles: int
@@ -31,11 +32,17 @@ class Variant:
     warps: int
     stages: int
     grouped: bool = False
+    shares: int = 1
+
+    @property
+    def round(self) -> int:
+        """Chunks of K that a CTA has in flight."""
+        return self.stages * self.shares
 
     @property
     def height(self) -> int:
         """Weight rows a CTA does."""
-        return self.warps * self.rows * 16
+        return self.warps // self.shares * self.rows * 16
 
 
 class Choice(NamedTuple):
@@ -83,7 +90,7 @@ def choice_for(nvfp4: bool, tokens: int, n: int, k: int, grouped: bool = False) 
 def splits_that_fit(choice: Choice, k: int) -> int:
     """The row's shares of K, fewer where a share of this K would be shorter than what is in flight."""
     chunks, splits = -(-k // CHUNK), choice.splits
-    while splits > 1 and chunks // splits < choice.variant.stages:
+    while splits > 1 and chunks // splits < choice.variant.round:
         splits //= 2
     return splits
 

@@ -30,7 +30,7 @@ def phase_for(variant: Variant, k: int, splits: int) -> int:
     chunks = -(-k // CHUNK)
     share = -(-chunks // splits)
     fits = ACTIVATION_BYTES // (CHUNK * variant.tiles * TOKENS_A_TILE * 2)
-    return share if share <= fits else max(fits // variant.stages, 1) * variant.stages
+    return share if share <= fits else max(fits // variant.round, 1) * variant.round
 
 
 def launch_w4a16(
@@ -58,7 +58,7 @@ def launch_w4a16(
         0 if nvfp4 else 1, address(x), address(codes), address(scale), address(global_scale),
         address(token_scale), address(bias), address(out), address(slots), address(experts),
         m, n, k, group, x.stride(0), slots_per_row, token_blocks,
-        variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, splits,
+        variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, variant.shares, splits,
         phase_for(variant, k, splits), EARLY, LATE, stream(x.device),
     )  # fmt: skip
     check(code, "w4a16")

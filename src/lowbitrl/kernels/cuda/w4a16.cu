@@ -366,10 +366,10 @@ __device__ __forceinline__ void prefetch_rows(const Problem& p, const uint8_t* c
     }
 }
 
-template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP>
+template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP, int SHARES>
 __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int splits, int phase, int early,
                                                                 int late) {
-    constexpr int TOKENS = TILES * 8, HEIGHT = WARPS * ROWS * 16, PITCH = HEIGHT + 4, STEP = GROUP ? 64 : 16;
+    constexpr int TOKENS = TILES * 8, HEIGHT = WARPS / SHARES * ROWS * 16, PITCH = HEIGHT + 4, STEP = GROUP ? 64 : 16;
     SHARED(uint4, base);
     int *source = reinterpret_cast<int*>(base), *target = source + TOKENS;
     uint4* memory = base + TOKENS / 2;  // past both lists
@@ -394,18 +394,20 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
         target[threadIdx.x] = slot < p.m ? slot : -1;
         source[threadIdx.x] = slot < p.m ? slot / p.slots_per_row : -1;
     }
-    const int own_row = (GROUP ? warp / 4 * ROWS * 64 + warp % 4 * 16 : warp * ROWS * 16) + quad;
+    const int own_row = (GROUP ? warp / 4 * ROWS * 64 + warp % 4 * 16 : warp / SHARES * ROWS * 16) + quad;
+    const int own_chunk = warp % SHARES;  // SHARES warps take turns at the chunks of the same rows
     const uint8_t* codes = p.codes + size_t(expert) * p.n * (p.k / 2);
     const uint8_t* scale = p.scale + size_t(expert) * p.n * (F == NVFP4 ? p.k / 16 : p.k / p.group * 2);
 
     Stage<ROWS> stages[STAGES] = {};
-    Cursor<ROWS> at = point<F, ROWS, STEP>(p, codes, scale, tile_row + own_row, begin * CHUNK + member * SEGMENT);
+    Cursor<ROWS> at = point<F, ROWS, STEP>(p, codes, scale, tile_row + own_row,
+                                                 (begin + own_chunk) * CHUNK + member * SEGMENT);
     const int step = scale_step<F>(p);
     // Chunks that hold columns of this thread: only the last one may not.
     const int full = min(end, (p.k - member * SEGMENT + CHUNK - 1) / CHUNK);
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) fetch<ROWS>(stages[s], at, s, step, begin + s < full);
-    advance<ROWS>(at, STAGES, step);
+    for (int s = 0; s < STAGES; ++s) fetch<ROWS>(stages[s], at, s * SHARES, step, begin + own_chunk + s * SHARES < full);
+    advance<ROWS>(at, STAGES * SHARES, step);
     const int after = min(p.experts ? begin : begin + early, end);
     if (mode) prefetch_lines<F, HEIGHT>(p, codes, scale, tile_row, after, min(begin + late, end), mode * 32);
     else prefetch_rows<F, HEIGHT>(p, codes, scale, tile_row, after, min(begin + late, end));
@@ -442,13 +444,14 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
             if (start > begin) __syncthreads();
             stage_x<TILES, WARPS * 32>(p, source, memory, start, stop);
             __syncthreads();
-            for (int c = start; c < stop; c += STAGES) {
+            for (int round = start + own_chunk; round < stop; round += STAGES * SHARES) {
 #pragma unroll
                 for (int s = 0; s < STAGES; ++s) {
-                    if (c + s < stop) consume<F, TILES, ROWS>(stages[s], memory + (c + s - start) * 4 * TILES * 32, acc, lane);
-                    fetch<ROWS>(stages[s], at, s, step, c + s + STAGES < full);
+                    const int c = round + s * SHARES;
+                    if (c < stop) consume<F, TILES, ROWS>(stages[s], memory + (c - start) * 4 * TILES * 32, acc, lane);
+                    fetch<ROWS>(stages[s], at, s * SHARES, step, c + STAGES * SHARES < full);
                 }
-                advance<ROWS>(at, STAGES, step);
+                advance<ROWS>(at, STAGES * SHARES, step);
             }
         }
     }
@@ -462,7 +465,7 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int row = own_row + r * STEP + e / 2 * 8, token = t * 8 + member * 2 + e % 2;
-                sums[token * PITCH + row] = acc[r][t][e];
+                sums[(own_chunk * TOKENS + token) * PITCH + row] = acc[r][t][e];
             }
     if (splits > 1) cluster_barrier();
     else __syncthreads();
@@ -473,9 +476,9 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
         const int token = u / (HEIGHT / 4), row = u % (HEIGHT / 4) * 4;
         if (target[token] < 0) continue;
         float4 total = make_float4(0, 0, 0, 0);
-        for (int j = 0; j < splits; ++j) {
-            const float* from = splits > 1 ? peer(sums, j) : sums;
-            const float4 part = *reinterpret_cast<const float4*>(from + token * PITCH + row);
+        for (int j = 0; j < splits * SHARES; ++j) {
+            const float* from = splits > 1 ? peer(sums, j / SHARES) : sums;
+            const float4 part = *reinterpret_cast<const float4*>(from + (j % SHARES * TOKENS + token) * PITCH + row);
             total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
         }
         const float alpha = p.token_scale ? weight_scale * p.token_scale[source[token]] : weight_scale;
@@ -591,14 +594,14 @@ int launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t b
     return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 
-template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP>
+template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP, int SHARES>
 int launch(const Problem& p, int token_blocks, int splits, int phase, int early, int late, cudaStream_t stream) {
-    constexpr int HEIGHT = WARPS * ROWS * 16;
+    constexpr int HEIGHT = WARPS / SHARES * ROWS * 16;
     const int chunks = (p.k + CHUNK - 1) / CHUNK, share = (chunks + splits - 1) / splits;
     phase = GROUP ? 2 : phase < share ? phase : share;
-    const size_t staged = size_t(phase) * CHUNK * TILES * 8 * 2, sums = size_t(TILES) * 8 * (HEIGHT + 4) * 4;
+    const size_t staged = size_t(phase) * CHUNK * TILES * 8 * 2, sums = size_t(SHARES) * TILES * 8 * (HEIGHT + 4) * 4;
     const size_t bytes = (staged > sums ? staged : sums) + TILES * 8 * 2 * sizeof(int);
-    auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP>;
+    auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP, SHARES>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     return launch_early(kernel, dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks), WARPS * 32, bytes, splits, stream, p,
@@ -606,11 +609,11 @@ int launch(const Problem& p, int token_blocks, int splits, int phase, int early,
 }
 
 template <Format F>
-int dispatch(const Problem& p, int tiles, int rows, int warps, int stages, int group, int token_blocks, int splits,
+int dispatch(const Problem& p, int tiles, int rows, int warps, int stages, int group, int shares, int token_blocks, int splits,
              int phase, int early, int late, cudaStream_t stream) {
-#define VARIANT(T, R, W, S, G)                                                             \
-    if (tiles == T && rows == R && warps == W && stages == S && group == G)                \
-        return launch<F, T, R, W, S, G>(p, token_blocks, splits, phase, early, late, stream);
+#define VARIANT(T, R, W, S, G, K)                                                          \
+    if (tiles == T && rows == R && warps == W && stages == S && group == G && shares == K) \
+        return launch<F, T, R, W, S, G, K>(p, token_blocks, splits, phase, early, late, stream);
 #include "w4a16_variants.h"
 #undef VARIANT
     return -1;
@@ -623,15 +626,15 @@ extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, cons
                               const void* global_scale, const void* token_scale, const void* bias, void* out,
                               const void* slots, const void* experts, int m, int n, int k, int group, int x_stride,
                               int slots_per_row, int token_blocks, int tiles, int rows, int warps, int stages,
-                              int warp_groups, int splits, int phase, int early, int late, void* stream) {
+                              int warp_groups, int shares, int splits, int phase, int early, int late, void* stream) {
     const Problem p = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(codes),
                        static_cast<const uint8_t*>(scale), static_cast<const float*>(global_scale),
                        static_cast<const float*>(token_scale), static_cast<const uint16_t*>(bias),
                        static_cast<uint16_t*>(out), static_cast<const int*>(slots), static_cast<const int*>(experts),
                        m, n, k, group, x_stride, slots_per_row};
     auto on = static_cast<cudaStream_t>(stream);
-    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, early, late, on)
-                           : dispatch<INT4>(p, tiles, rows, warps, stages, warp_groups, token_blocks, splits, phase, early, late, on);
+    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, warp_groups, shares, token_blocks, splits, phase, early, late, on)
+                           : dispatch<INT4>(p, tiles, rows, warps, stages, warp_groups, shares, token_blocks, splits, phase, early, late, on);
 }
 
 extern "C" int lowbitrl_moe_align(const void* ids, int total, int experts, int block, int blocks, void* slots,
