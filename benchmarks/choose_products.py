@@ -23,7 +23,7 @@ from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import w4a16_matmul
 from lowbitrl.kernels.cuda_library import SOURCES
 from lowbitrl.kernels.grouped_w4a16 import most_blocks
-from lowbitrl.kernels.w4a16_choice import MOST_SPLITS, TABLE, TOKENS_A_TILE, Variant
+from lowbitrl.kernels.w4a16_choice import CHUNK, TABLE, TOKENS_A_TILE, Variant
 from lowbitrl.kernels.w4a16_cuda import launch_w4a16
 from lowbitrl.kernels.weights4 import Weight4, describe
 
@@ -35,6 +35,7 @@ EXPERTS, CHOICES = 128, 8
 # Tokens of a layer whose experts get about a block each.
 BLOCKS = {8: 64, 16: 256, 32: 512, 64: 1024}
 SAMPLES = 5
+SPLITS = (1, 2, 3, 4, 6, 8)
 
 
 def variants(tiles: int) -> list[Variant]:
@@ -69,12 +70,11 @@ def fastest(calls_of, plans: Iterator[tuple[Variant, int]]) -> tuple[float, Vari
 
 
 def plans(tiles: int, k: int) -> Iterator[tuple[Variant, int]]:
-    """Variants by powers of two of shares no shorter than what is in flight."""
+    """Variants by shares of K no shorter than what is in flight."""
     for variant in variants(tiles):
-        splits = 1
-        while splits <= MOST_SPLITS and (splits == 1 or -(-k // 128) // splits >= variant.stages):
-            yield variant, splits
-            splits *= 2
+        for splits in SPLITS:
+            if splits == 1 or -(-k // CHUNK) // splits >= variant.round:
+                yield variant, splits
 
 
 def row(name: str, grouped: bool, tokens: int, n: int, k: int, best, cublas: float | None) -> dict:

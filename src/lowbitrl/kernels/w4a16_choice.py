@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 CHUNK = 128
 TOKENS_A_TILE = 8
-MOST_SPLITS = 8
 TABLE = Path(__file__).parent / "w4a16_choices.json"
 
 
