@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from torch import Tensor
 from lowbitrl.bench.timing import cold_sets, time_calls
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import w4a16_matmul
-from lowbitrl.kernels.cuda_library import SOURCES
 from lowbitrl.kernels.grouped_w4a16 import most_blocks
-from lowbitrl.kernels.w4a16_choice import CHUNK, TABLE, TOKENS_A_TILE, Variant
+from lowbitrl.kernels.w4a16_choice import CHUNK, TABLE, TOKENS_A_TILE, Variant, built
 from lowbitrl.kernels.w4a16_cuda import launch_w4a16
 from lowbitrl.kernels.weights4 import Weight4, describe
 
@@ -40,11 +38,7 @@ SPLITS = (1, 2, 3, 4, 6, 8)
 
 def variants(tiles: int) -> list[Variant]:
     """Those built for so many token tiles, or the largest below."""
-    built = re.findall(
-        r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false), (\d+)\)",
-        (SOURCES / "w4a16_variants.h").read_text(),
-    )
-    found = [Variant(*(int(n) for n in row[:4]), row[4] == "true", int(row[5])) for row in built]
+    found = built()
     widest = max(v.tiles for v in found if v.tiles <= tiles)
     return [v for v in found if v.tiles == widest or (tiles > 8 and v.tiles == 8)]
 

@@ -3,15 +3,12 @@
 Everything but the launch and the PTX is the shipped code: indices, layouts, decoding, the cluster's reduction.
 """
 
-import re
-
 import pytest
 import torch
 from emulated_cuda import emulated, emulated_library  # noqa: F401
 
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import grouped_w4a16, w4a16, w4a16_choice, w4a16_cuda
-from lowbitrl.kernels.cuda_library import SOURCES
 from lowbitrl.kernels.weights4 import describe
 
 pytestmark = pytest.mark.usefixtures("emulated", "poisoned")
@@ -91,14 +88,8 @@ def test_bytes_that_start_anywhere():
     assert torch.equal(product(x, moved), product(x, weight))
 
 
-BUILT = re.findall(
-    r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false), (\d+)\)", (SOURCES / "w4a16_variants.h").read_text()
-)
-
-
-@pytest.mark.parametrize("built", BUILT, ids="-".join)
-def test_every_variant_that_is_built(built, planned):
-    variant = w4a16_choice.Variant(*(int(number) for number in built[:4]), built[4] == "true", int(built[5]))
+@pytest.mark.parametrize("variant", w4a16_choice.built(), ids=str)
+def test_every_variant_that_is_built(variant, planned):
     planned(variant, 2)
     x = torch.randn(variant.tiles * 8 - 3, 416).bfloat16()
     weight = get_format("nvfp4").quantize(torch.randn(variant.height + 5, 416).bfloat16())

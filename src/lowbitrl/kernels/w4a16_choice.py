@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 CHUNK = 128
 TOKENS_A_TILE = 8
 TABLE = Path(__file__).parent / "w4a16_choices.json"
+BUILT = Path(__file__).parent / "cuda" / "w4a16_variants.h"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,15 @@ class Variant:
     def height(self) -> int:
         """Weight rows a CTA does."""
         return self.warps // self.shares * self.rows * 16
+
+
+def built() -> list[Variant]:
+    """Every variant that the library holds, in its list's order."""
+    rows = re.findall(r"VARIANT\((\d+), (\d+), (\d+), (\d+), (true|false), (\d+)\)", BUILT.read_text())
+    return [
+        Variant(int(tiles), int(rows), int(warps), int(stages), grouped == "true", int(shares))
+        for tiles, rows, warps, stages, grouped, shares in rows
+    ]
 
 
 class Choice(NamedTuple):
