@@ -33,6 +33,8 @@ EXPERTS, CHOICES = 128, 8
 # Tokens of a layer whose experts get about a block each.
 BLOCKS = {8: 64, 16: 256, 32: 512, 64: 1024}
 SAMPLES = 5
+# Tokens from which decoding a weight for one product is tried.
+FEW = 64
 SPLITS = (1, 2, 3, 4, 6, 8)
 
 
@@ -71,16 +73,23 @@ def plans(tiles: int, k: int) -> Iterator[tuple[Variant, int]]:
                 yield variant, splits
 
 
-def row(name: str, grouped: bool, tokens: int, n: int, k: int, best, cublas: float | None) -> dict:
-    """One line of the table."""
+def row(
+    name: str, grouped: bool, tokens: int, n: int, k: int, best, cublas: float | None, bf16: float | None
+) -> dict:
+    """One line of the table; cublas: decoding and the library's product, bf16: the product by decoded weights."""
     micros, variant, splits = best
     kind = "experts" if grouped else "dense"
-    print(f"{name} {kind} {tokens} {n}x{k}: {micros:.2f} us {variant} {splits}; cublas {cublas}", flush=True)
+    print(
+        f"{name} {kind} {tokens} {n}x{k}: {micros:.2f} us {variant} {splits}; cublas {cublas} bf16 {bf16}",
+        flush=True,
+    )
     wins = cublas is not None and cublas < micros
+    least = min(micros, cublas or micros)
     shape = [variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, variant.shares]
     return {
         "nvfp4": name == "nvfp4", "grouped": grouped, "tokens": tokens, "n": n, "k": k,
         "backend": "cublas" if wins else "cuda", "variant": shape, "splits": splits,
+        "beats_bf16": bf16 is not None and least < bf16,
     }  # fmt: skip
 
 
@@ -88,7 +97,7 @@ def dense_rows(name: str) -> Iterator[dict]:
     """Every dense shape and token count of a format."""
     for n, k in DENSE:
         q = random_weight(name, n, k)
-        sets = copies(q)
+        sets, values = copies(q), q.dequantize(torch.bfloat16)
         for tokens in TOKENS:
             x, out = (
                 torch.randn(tokens, k, device="cuda").bfloat16(),
@@ -99,7 +108,8 @@ def dense_rows(name: str) -> Iterator[dict]:
                 return [lambda w=w: launch(x, w, out, plan) for w in sets]
 
             best = fastest(calls_of, plans(-(-tokens // TOKENS_A_TILE), k))
-            yield row(name, False, tokens, n, k, best, by_cublas(x, q) if tokens >= 64 else None)
+            decoding = by_cublas(x, q) if tokens >= FEW else None
+            yield row(name, False, tokens, n, k, best, decoding, by_values(x, values))
 
 
 def by_cublas(x: Tensor, q: QuantizedTensor) -> float:
@@ -111,6 +121,12 @@ def by_cublas(x: Tensor, q: QuantizedTensor) -> float:
     return time_calls(
         [lambda w=w: w4a16_matmul(x, w, backend="cublas") for w in sets], l2="cold", samples=SAMPLES
     ).p50
+
+
+def by_values(x: Tensor, values: Tensor) -> float:
+    """Microseconds of the library's product by weights decoded before."""
+    sets = [values.clone() for _ in range(cold_sets(2 * values.numel()))]
+    return time_calls([lambda w=w: x @ w.T for w in sets], l2="cold", samples=SAMPLES).p50
 
 
 def launch(x: Tensor, w: Weight4, out: Tensor, plan: tuple[Variant, int], **grouped) -> None:
@@ -136,7 +152,7 @@ def grouped_rows(name: str) -> Iterator[dict]:
                 return [lambda w=w: launch(x, w, out, plan, **where) for w in sets]
 
             own = (p for p in plans(block // TOKENS_A_TILE, k) if p[0].tiles * TOKENS_A_TILE == block)
-            yield row(name, True, block, n, k, fastest(calls_of, own), None)
+            yield row(name, True, block, n, k, fastest(calls_of, own), None, None)
 
 
 def check_variants() -> None:

@@ -56,7 +56,10 @@ def built() -> list[Variant]:
 
 
 class Choice(NamedTuple):
-    """A row of the table: ``backend`` "cuda" or "cublas" up to ``tokens`` of (``n``, ``k``) weights."""
+    """A row of the table: ``backend`` "cuda" or "cublas" up to ``tokens`` of (``n``, ``k``) weights.
+
+    beats_bf16: reading bytes took less time than cuBLAS on weights that were decoded before.
+    """
 
     nvfp4: bool
     grouped: bool
@@ -66,6 +69,7 @@ class Choice(NamedTuple):
     backend: str
     variant: Variant
     splits: int
+    beats_bf16: bool
 
 
 @functools.cache
@@ -108,3 +112,9 @@ def splits_that_fit(choice: Choice, k: int) -> int:
 def prefers_cublas(nvfp4: bool, tokens: int, n: int, k: int) -> bool:
     """Whether a product should decode its weight first and call the library."""
     return choice_for(nvfp4, tokens, n, k).backend == "cublas"
+
+
+def beats_bf16(nvfp4: bool, tokens: int, n: int, k: int) -> bool:
+    """Whether a product by bytes takes less time than cuBLAS with the weight decoded before; not beyond the table."""
+    row = choice_for(nvfp4, tokens, n, k)
+    return tokens <= row.tokens and row.beats_bf16
