@@ -38,16 +38,19 @@ class Timing:
     l2: L2
 
 
-def time_calls(calls: Sequence[Call], *, l2: L2, samples: int = 30) -> Timing:
+def time_calls(
+    calls: Sequence[Call], *, l2: L2, samples: int = 30, span: float = _REPLAY_MICROSECONDS
+) -> Timing:
     """Time one call of a rotation.
 
     Args:
         calls: the same op on as many sets of buffers; one for "warm". Must be graph-safe on CUDA.
         l2: what to record; "cold" is only true of as many sets as ``cold_sets`` says.
+        span: microseconds that a replay shall last; less is quicker and coarser.
     """
     assert calls
     on_cuda = torch.cuda.is_available()
-    times = _graph_samples(calls, samples) if on_cuda else _wall_samples(calls, samples)
+    times = _graph_samples(calls, samples, span) if on_cuda else _wall_samples(calls, samples)
     return percentiles(times, l2)
 
 
@@ -97,8 +100,8 @@ def _wall_samples(calls: Sequence[Call], samples: int) -> list[float]:
     return times
 
 
-def _graph_samples(calls: Sequence[Call], samples: int) -> list[float]:
-    repeats = _repeats(calls)
+def _graph_samples(calls: Sequence[Call], samples: int, span: float) -> list[float]:
+    repeats = _repeats(calls, span)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
@@ -108,7 +111,7 @@ def _graph_samples(calls: Sequence[Call], samples: int) -> list[float]:
     return [t / (repeats * len(calls)) for t in _event_times(graph.replay, samples)]
 
 
-def _repeats(calls: Sequence[Call]) -> int:
+def _repeats(calls: Sequence[Call], span: float) -> int:
     """How many rotations make a replay long enough to time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -118,7 +121,7 @@ def _repeats(calls: Sequence[Call]) -> int:
             call()
     torch.cuda.current_stream().wait_stream(side)
     rotation = min(_event_times(lambda: [call() for call in calls], 3))
-    wanted = max(1, round(_REPLAY_MICROSECONDS / max(rotation, 1.0)))
+    wanted = max(1, round(span / max(rotation, 1.0)))
     return max(1, min(wanted, _MAX_CALLS // len(calls)))
 
 
