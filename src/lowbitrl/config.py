@@ -84,8 +84,8 @@ class RolloutConfig(_Section):
             place of decoding those that have tokens in every forward pass: faster, at BF16's memory.
         kernels: "learner": linears and experts multiply decoded weights as the learner does, the same
             bits on the same input. "low-bit": kernels read the bytes (4-bit weights, BF16 compute,
-            CUDA): experts always, linears for up to 16 tokens a pass; their rounding is one more
-            difference between the sides, part of the engine's drift.
+            CUDA): experts always, linears for as few tokens a pass as it was measured to be faster for;
+            their rounding is one more difference between the sides, part of the engine's drift.
         keep: completions written to the run folder each step.
         most_lost: share of a step's completions that may be lost (logits not finite, given up by the engine, without
             a token; they leave their groups and are counted under `faults/`); more stop the run.

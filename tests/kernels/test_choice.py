@@ -3,7 +3,15 @@
 import pytest
 
 from lowbitrl.kernels.grouped_w4a16 import BLOCK_SIZES
-from lowbitrl.kernels.w4a16_choice import built, choice_for, prefers_cublas, splits_that_fit, table
+from lowbitrl.kernels.w4a16_choice import (
+    built,
+    choice_for,
+    prefers_cublas,
+    rows_for,
+    splits_that_fit,
+    table,
+    tokens_by_bytes,
+)
 
 
 def test_every_variant_of_the_table_is_built():
@@ -29,3 +37,11 @@ def test_every_shape_finds_a_row(nvfp4, shape):
 def test_a_share_of_k_is_never_shorter_than_what_is_in_flight():
     row = max((r for r in table() if r.splits > 1), key=lambda r: r.splits)
     assert splits_that_fit(row, 128) == 1
+
+
+def test_bytes_are_read_for_as_many_tokens_as_every_row_says():
+    for n, k in ((12288, 4096), (2048, 2048), (576, 576)):
+        most = tokens_by_bytes(True, n, k)
+        assert all(row.beats_bf16 for row in rows_for(True, n, k) if row.tokens <= most)
+        after = [row for row in rows_for(True, n, k) if row.tokens > most]
+        assert not after or not after[0].beats_bf16

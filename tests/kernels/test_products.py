@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from lowbitrl.formats import QuantizedTensor, get_format
+from lowbitrl.formats.packing import unswizzle_128x4
 from lowbitrl.kernels import (
     grouped_w8a8_matmul,
+    w4a4,
     w4a4_matmul,
     w4a8_matmul,
     w4a16_matmul,
@@ -27,7 +30,7 @@ pytestmark = [
 
 WEIGHTS = ["nvfp4", "int4-g128", "int4-g64", "int4-g32", "int4-g16"]
 ORACLE = Path(__file__).parents[1] / "oracle"
-SHAPES = [(1, 24, 128), (5, 70, 256), (17, 33, 640), (0, 16, 128)]
+SHAPES = [(1, 24, 128), (5, 70, 256), (17, 33, 640), (0, 16, 128), (1, 16, 16), (3, 8, 32)]
 FINEST, SUBNORMAL = 2.0**-24, 2.0**-133
 # Columns an FP8 tensor core sums at a time, and bits it keeps below the leading one of the largest addend.
 FP8_STEP, FP8_BITS = 32, 13
@@ -77,11 +80,13 @@ def within_bound(got, terms_a, terms_b, scale, bias=None, lost=0.0):
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_w4a16(name, m, n, k, device):
+    if k % (get_format(name).group or 1):
+        pytest.skip(f"{name} has no groups in K = {k}")
     x, bias = torch.randn(m, k, device=device).bfloat16(), torch.randn(n, device=device).bfloat16()
     token_scale = torch.rand(m, device=device)
     weight = get_format(name).quantize(torch.randn(n, k, device=device).bfloat16() * 0.02)
     values, scale = factors(weight)
-    for backend in ("reference", *backends(device, "triton", "cuda")):
+    for backend in ("auto", "reference", *backends(device, "triton", "cuda")):
         got = runs(w4a16_matmul, backend, x, weight, bias=bias, token_scale=token_scale)
         if got is not None:
             alpha = scale.double() * token_scale.double()[:, None]
@@ -147,14 +152,14 @@ def test_refusals_name_the_remedy(device):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton", "cuda"])
-@pytest.mark.parametrize("tokens", [1, 13])
+@pytest.mark.parametrize("tokens", [0, 1, 13])
 def test_grouped(tokens, backend, device):
     if why_unavailable(backend, device):
         pytest.skip(why_unavailable(backend, device))
     experts, choices, n, k = 6, 2, 40, 64
     stack = torch.randn(experts, n, k, device=device).bfloat16()
     weight = get_format("nvfp4").quantize(stack, amax=stack.float().abs().amax((1, 2), keepdim=True))
-    ids = torch.stack([torch.randperm(experts)[:choices] for _ in range(tokens)]).to(device)
+    ids = torch.rand(tokens, experts, device=device).topk(choices, -1).indices
     bias = torch.randn(experts, n, device=device).bfloat16()
     blocks = align_experts(ids, weight, backend=backend)
     for rows in (tokens, tokens * choices):
@@ -289,6 +294,41 @@ def test_native_operands_hold_the_same_product():
         read = scales.view(torch.uint8)[at].view(torch.float8_e4m3fn)
         again = QuantizedTensor(codes.view(torch.uint8), read, torch.ones(()), q.shape, "nvfp4")
         assert torch.equal(again.dequantize(), factors(q)[0])
+
+
+def tensor_cores_of_sm100(
+    a, b, *, scale_a, scale_b, scale_recipe_a, scale_recipe_b, swizzle_a, swizzle_b, output_dtype
+):
+    """torch's scaled_mm on NVFP4, emulated: what is asked of it, and fp32 of the exact sums of what it is given."""
+    assert output_dtype == torch.float32
+    for side in "ab":
+        assert layout[f"scale_recipe_{side}"] == F.ScalingType.BlockWise1x16
+        assert layout[f"swizzle_{side}"] == F.SwizzleType.SWIZZLE_32_4_4
+
+    def values(codes, scales):
+        rows, width = codes.shape[0], 2 * codes.shape[1]
+        plain = unswizzle_128x4(scales, rows, width // 16)
+        bytes_ = codes.view(torch.uint8), plain, torch.ones(())
+        return QuantizedTensor(*bytes_, torch.Size([rows, width]), "nvfp4").dequantize().double()
+
+    return (values(a, scale_a) @ values(b.T, scale_b).T).float()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("m", [1, 130])
+def test_native_products_are_the_emulated_ones(m, residual, monkeypatch):
+    """One product, or the residual's two over the whole K with codes of channels that were not chosen zero."""
+    x, weight = nvfp4_pair("cpu", m=m, n=64, k=256)
+    bias, second = torch.randn(64).bfloat16(), None
+    if residual:
+        left = x.dequantize() - torch.randn(m, 256)
+        left[:, torch.randperm(256)[:128]] = 0
+        second = get_format("nvfp4-token").quantize(left)
+    wanted = w4a4_matmul(x, weight, residual=second, bias=bias, backend="emulated")
+    monkeypatch.setattr(w4a4, "choose", lambda op, backend, *rest: backend)
+    monkeypatch.setattr(F, "scaled_mm", tensor_cores_of_sm100)
+    got = w4a4_matmul(x, weight, residual=second, bias=bias, backend="native")
+    assert torch.equal(got, wanted)
 
 
 def test_native_needs_its_hardware(device):

@@ -60,6 +60,21 @@ def test_every_block_of_experts(name, block):
     close(grouped_w4a16_matmul(x, weight, blocks), grouped_w4a16_matmul(x, weight, plain))
 
 
+@pytest.mark.parametrize("tokens", [1, 63, 8191])
+def test_the_largest_weight(tokens):
+    """(8192, 16384): some outputs against fp64, within one BF16 rounding and K roundings in fp32."""
+    n, k = 8192, 16384
+    weight, x = stack("nvfp4", n, k), torch.randn(tokens, k, device="cuda").bfloat16()
+    rows, columns = torch.randint(tokens, (40,)), torch.randint(n, (40,))
+    values, seen = weight.dequantize()[columns].double(), x[rows].double()
+    exact, magnitude = (seen * values).sum(-1), (seen * values).abs().sum(-1)
+    for backend in ("cuda", "cublas"):
+        got = w4a16_matmul(x, weight, backend=backend)[rows, columns].double()
+        # cuBLAS multiplies weights rounded to BF16 once more.
+        rounding = 2.0**-8 * exact.abs() + (2.0**-8 * magnitude if backend == "cublas" else 0)
+        assert ((got - exact).abs() <= rounding + 2 * k * 2.0**-24 * magnitude).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_a_captured_product_sees_new_bytes(tokens):
     """The graph holds pointers: weights written in place, by a kernel just before, are what a replay reads."""

@@ -132,7 +132,9 @@ def test_routed_rows(tokens):
         close(got, grouped_w4a16.reference(x, weight, flat, bias, None))
 
 
-@pytest.mark.parametrize(("rows", "experts", "block"), [(1, 1, 8), (50, 16, 8), (64, 3, 16), (7, 128, 8)])
+@pytest.mark.parametrize(
+    ("rows", "experts", "block"), [(1, 1, 8), (50, 16, 8), (64, 3, 16), (7, 128, 8), (600, 256, 8), (0, 8, 8)]
+)
 def test_blocks_hold_every_row_once_and_one_expert_each(rows, experts, block):
     ids = torch.randint(0, experts, (rows,), dtype=torch.int32)
     slots, owners = torch.ops.lowbitrl.align_experts(ids, experts, block, True)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lowbitrl.objectives import entropy_of
-from lowbitrl.quant import Recipe, prepare
+from lowbitrl.quant import Recipe, linear, prepare
+from lowbitrl.quant.wearing import attachment
 from lowbitrl.trainer import (
     NonFiniteError,
     ObjectiveConfig,
@@ -49,6 +50,22 @@ def test_micro_batches_and_layouts_give_the_same_step(objective, layout):
     torch.testing.assert_close(flat(split), flat(whole), atol=2e-5, rtol=1e-4)
     for name in ("actor/loss", "actor/grad_norm", "mismatch/abs_mean", "actor/entropy"):
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-6), name
+
+
+def test_weights_are_encoded_once_an_optimizer_step_whatever_the_micro_batches(monkeypatch):
+    """A forward, a backward and the publication read the bytes that the step's first use made."""
+    encoded = []
+    encode = linear.encode_unchecked
+    monkeypatch.setattr(
+        linear,
+        "encode_unchecked",
+        lambda w, *args, name=None, **kw: encoded.append(name) or encode(w, *args, **kw),
+    )
+    trainer = make_trainer(micro_batch_tokens=13, mini_batch=4)
+    trainer.update(batch_of(), 0)
+    names = [name for group in attachment(trainer.model).groups for name in group.names]
+    assert trainer.optimizer.steps == 2
+    assert sorted(encoded) == sorted([f"{name}.weight" for name in names] * 2)
 
 
 def test_one_step_a_batch_needs_no_second_pass_and_several_do(monkeypatch):

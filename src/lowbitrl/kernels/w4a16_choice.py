@@ -7,6 +7,7 @@ it takes the row of the nearest one; another GPU than the table's takes the same
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -89,15 +90,20 @@ def table() -> tuple[Choice, ...]:
 
 
 @functools.cache
+def rows_for(nvfp4: bool, n: int, k: int, grouped: bool = False) -> tuple[Choice, ...]:
+    """The rows of the nearest shape, by tokens."""
+    rows = [row for row in table() if row.nvfp4 == nvfp4 and row.grouped == grouped]
+    nearest = min((abs(math.log(n / r.n)) + abs(math.log(k / r.k)), r.n, r.k) for r in rows)
+    return tuple(sorted((r for r in rows if (r.n, r.k) == nearest[1:]), key=lambda r: r.tokens))
+
+
 def choice_for(nvfp4: bool, tokens: int, n: int, k: int, grouped: bool = False) -> Choice:
     """The row of the nearest shape for the least tabled token count that holds ``tokens`` (or the greatest).
 
     Args:
         tokens: rows of x; grouped: rows of a block of one expert.
     """
-    rows = [row for row in table() if row.nvfp4 == nvfp4 and row.grouped == grouped]
-    nearest = min((abs(math.log(n / r.n)) + abs(math.log(k / r.k)), r.n, r.k) for r in rows)
-    rows = sorted((r for r in rows if (r.n, r.k) == nearest[1:]), key=lambda r: r.tokens)
+    rows = rows_for(nvfp4, n, k, grouped)
     return next((row for row in rows if row.tokens >= tokens), rows[-1])
 
 
@@ -114,7 +120,8 @@ def prefers_cublas(nvfp4: bool, tokens: int, n: int, k: int) -> bool:
     return choice_for(nvfp4, tokens, n, k).backend == "cublas"
 
 
-def beats_bf16(nvfp4: bool, tokens: int, n: int, k: int) -> bool:
-    """Whether a product by bytes takes less time than cuBLAS with the weight decoded before; not beyond the table."""
-    row = choice_for(nvfp4, tokens, n, k)
-    return tokens <= row.tokens and row.beats_bf16
+@functools.cache
+def tokens_by_bytes(nvfp4: bool, n: int, k: int) -> int:
+    """Tokens up to which a product by bytes takes less time than cuBLAS with the weight decoded before."""
+    winning = itertools.takewhile(lambda row: row.beats_bf16, rows_for(nvfp4, n, k))
+    return max((row.tokens for row in winning), default=0)

@@ -21,7 +21,7 @@ from lowbitrl.kernels.decode import decode
 from lowbitrl.kernels.quantize import absmax, encode_unchecked, quantize
 from lowbitrl.kernels.residual import quantize_residual
 from lowbitrl.kernels.w4a16 import w4a16_matmul
-from lowbitrl.kernels.w4a16_choice import beats_bf16, measured_on
+from lowbitrl.kernels.w4a16_choice import measured_on, tokens_by_bytes
 from lowbitrl.kernels.w8a8 import w8a8_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
 from lowbitrl.quant.plan import LayerPlan
@@ -435,7 +435,12 @@ def multiplies_bytes(x: Tensor, encoded: QuantizedTensor) -> bool:
     """Whether a product of x (..., K) should read 4-bit bytes: few BF16 tokens on a GPU, measured to be faster."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or measured_on() is None or why_not_weight4(encoded):
         return False
-    return beats_bf16(encoded.global_scale is not None, x[..., 0].numel(), *encoded.shape)
+    return x[..., 0].numel() <= most_tokens(encoded)
+
+
+def most_tokens(encoded: QuantizedTensor) -> int:
+    """Tokens of a pass up to which reading these 4-bit bytes was measured to be faster than decoded weights."""
+    return tokens_by_bytes(encoded.global_scale is not None, *encoded.shape)
 
 
 def in_place(held: QuantizedTensor | None, encoded: QuantizedTensor) -> QuantizedTensor:

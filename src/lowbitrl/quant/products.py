@@ -17,7 +17,7 @@ from torch import nn
 from lowbitrl.kernels.w4a16_choice import measured_on
 from lowbitrl.kernels.weights4 import why_not_format4, why_not_weight4
 from lowbitrl.quant.experts import WornExperts
-from lowbitrl.quant.linear import CODE_PAIRS, CODES_CHECKED_ON, FEW_TOKENS, RolloutLinear
+from lowbitrl.quant.linear import CODE_PAIRS, CODES_CHECKED_ON, RolloutLinear, most_tokens
 from lowbitrl.quant.plan import Plan
 
 REMEDY = "set rollout.kernels='learner'"
@@ -59,7 +59,9 @@ def describe_products(model: nn.Module) -> str:
         return "rollout products: the learner's, by decoded weights (rollout.kernels = 'learner')"
     linears = [m for m in model.modules() if isinstance(m, RolloutLinear) and m.encoded is not None]
     reading = [m for m in linears if m.encoded is not None and why_not_weight4(m.encoded) is None]
-    parts = [f"{len(reading)} of {len(linears)} linears (up to {FEW_TOKENS} tokens a pass)"]
+    most = sorted({most_tokens(m.encoded) for m in reading if m.encoded is not None})
+    few = f" (up to {' or '.join(map(str, most))} tokens a pass)" if most else ""
+    parts = [f"{len(reading)} of {len(linears)} linears{few}"]
     worn = worn_experts(model)
     parts += [_of_experts(worn)] if worn else []
     return (
