@@ -296,9 +296,7 @@ def test_native_operands_hold_the_same_product():
         assert torch.equal(again.dequantize(), factors(q)[0])
 
 
-def tensor_cores_of_sm100(
-    a, b, *, scale_a, scale_b, scale_recipe_a, scale_recipe_b, swizzle_a, swizzle_b, output_dtype
-):
+def tensor_cores_of_sm100(a, b, *, scale_a, scale_b, output_dtype, **layout):
     """torch's scaled_mm on NVFP4, emulated: what is asked of it, and fp32 of the exact sums of what it is given."""
     assert output_dtype == torch.float32
     for side in "ab":
