@@ -116,9 +116,9 @@ def test_activations_staged_in_phases_give_the_same_bits(planned, monkeypatch):
     assert torch.equal(product(x, weight), whole)
 
 
-@pytest.mark.parametrize("tokens", [1, 11, 30])
-def test_routed_rows(tokens):
-    experts, choices = 5, 2
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (11, 5), (30, 5), (70, 8), (20, 256)])
+def test_routed_rows(tokens, experts):
+    choices = 2
     weight = get_format("nvfp4").quantize(
         torch.randn(experts, 72, 128).bfloat16(), amax=torch.rand(experts, 1, 1) + 3
     )
