@@ -107,12 +107,13 @@ def test_splitting_k_over_a_cluster_changes_only_the_order_of_sums(planned):
         assert torch.equal(once, again)
 
 
-def test_activations_staged_in_phases_give_the_same_bits(planned, monkeypatch):
+@pytest.mark.parametrize("variant", [NARROW, w4a16_choice.Variant(1, 1, 8, 2, shares=4)], ids=str)
+def test_activations_staged_in_phases_give_the_same_bits(variant, planned, monkeypatch):
     weight = get_format("nvfp4").quantize(torch.randn(64, 1536).bfloat16())
     x = torch.randn(6, 1536).bfloat16()
-    planned(NARROW, 1)
+    planned(variant, 1)
     whole = product(x, weight)
-    monkeypatch.setattr(w4a16_cuda, "ACTIVATION_BYTES", 8 << 10)
+    monkeypatch.setattr(w4a16_cuda, "ACTIVATION_BYTES", 10 << 10)
     assert torch.equal(product(x, weight), whole)
 
 

@@ -26,7 +26,7 @@ def plan_for(nvfp4: bool, m: int, n: int, k: int, block: int) -> tuple[Variant, 
 
 
 def phase_for(variant: Variant, k: int, splits: int) -> int:
-    """Chunks of activations in shared memory at a time: a whole share, or whole rounds of stages."""
+    """Chunks of activations in shared memory at a time: a whole share, or whole rounds of what is in flight."""
     chunks = -(-k // CHUNK)
     share = -(-chunks // splits)
     fits = ACTIVATION_BYTES // (CHUNK * variant.tiles * TOKENS_A_TILE * 2)
