@@ -51,13 +51,6 @@ inline const float* peer(float* mine, int rank) {
 
 template <class T> inline T __ldg(const T* p) { T v; std::memcpy(&v, p, sizeof v); return v; }
 inline uint4 load_codes(const uint8_t* p) { uint4 v; std::memcpy(&v, p, 16); return v; }
-inline void prefetch(const uint8_t* p, uint32_t bytes) {
-    // What the instruction demands; reading both ends finds what lies outside of a tensor under a memory checker.
-    if (reinterpret_cast<uintptr_t>(p) % 16 || bytes % 16) std::abort();
-    volatile uint8_t read = p[0];
-    if (bytes) read = p[bytes - 1];
-}
-inline void prefetch_line(const uint8_t* p) { volatile uint8_t read = *p; }
 inline void copy_async(uint4* shared, const uint4* from, bool live) {
     if (live) std::memcpy(shared, from, 16);
     else *shared = {};

@@ -3,7 +3,7 @@
 #include "w4a16.cu"
 
 template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP, int SHARES>
-static void launch(const Problem& p, int token_blocks, int splits, int phase, int early, int late) {
+static void launch(const Problem& p, int token_blocks, int splits, int phase, int overlap) {
     constexpr int HEIGHT = WARPS / SHARES * ROWS * 16;
     const int chunks = (p.k + CHUNK - 1) / CHUNK, share = (chunks + splits - 1) / splits;
     phase = GROUP ? 2 : std::min(phase, share);
@@ -13,21 +13,21 @@ static void launch(const Problem& p, int token_blocks, int splits, int phase, in
     for (unsigned y = 0; y < grid.y; ++y)
         for (unsigned x = 0; x < grid.x; x += splits)
             run_cluster(WARPS * 32, splits, bytes, {x, y}, grid,
-                        [&] { w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP, SHARES>(p, splits, phase, early, late); });
+                        [&] { w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP, SHARES>(p, splits, phase, overlap); });
 }
 
 extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, const void* scale,
                               const void* global_scale, const void* token_scale, const void* bias, void* out,
                               const void* slots, const void* experts, int m, int n, int k, int group, int x_stride,
                               int slots_per_row, int token_blocks, int tiles, int rows, int warps, int stages,
-                              int warp_groups, int shares, int splits, int phase, int early, int late, void*) {
+                              int warp_groups, int shares, int splits, int phase, int overlap, void*) {
     const Problem p = {(const uint16_t*)x, (const uint8_t*)codes, (const uint8_t*)scale, (const float*)global_scale,
                        (const float*)token_scale, (const uint16_t*)bias, (uint16_t*)out, (const int*)slots,
                        (const int*)experts, m, n, k, group, x_stride, slots_per_row};
 #define VARIANT(T, R, W, S, G, K)                                                             \
     if (tiles == T && rows == R && warps == W && stages == S && warp_groups == G && shares == K) { \
-        if (format == 0) launch<NVFP4, T, R, W, S, G, K>(p, token_blocks, splits, phase, early, late);        \
-        else launch<INT4, T, R, W, S, G, K>(p, token_blocks, splits, phase, early, late);                     \
+        if (format == 0) launch<NVFP4, T, R, W, S, G, K>(p, token_blocks, splits, phase, overlap);        \
+        else launch<INT4, T, R, W, S, G, K>(p, token_blocks, splits, phase, overlap);                     \
         return 0;                                                                             \
     }
 #include "w4a16_variants.h"

@@ -10,8 +10,8 @@ from .w4a16_choice import CHUNK, TOKENS_A_TILE, Variant, choice_for, splits_that
 
 # Shared memory for activations that lets two CTAs live on one multiprocessor.
 ACTIVATION_BYTES = 100 << 10
-# Chunks of a share that L2 is asked for before the kernel before this one has ended, and after.
-EARLY, LATE = 8, 32
+# Whether a grid may begin before the one before it has ended: 0 not, 1 once that has only sums left to add, 2 at once.
+OVERLAP = 1
 # Where the table's variant needs groups and the device has none.
 WITHOUT_GROUPS = {4: Variant(4, 2, 4, 2), 8: Variant(8, 2, 4, 2), 16: Variant(8, 2, 4, 2)}
 
@@ -59,7 +59,7 @@ def launch_w4a16(
         address(token_scale), address(bias), address(out), address(slots), address(experts),
         m, n, k, group, x.stride(0), slots_per_row, token_blocks,
         variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, variant.shares, splits,
-        phase_for(variant, k, splits), EARLY, LATE, stream(x.device),
+        phase_for(variant, k, splits), OVERLAP, stream(x.device),
     )  # fmt: skip
     check(code, "w4a16")
 

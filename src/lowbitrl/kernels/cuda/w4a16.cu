@@ -78,15 +78,6 @@ __device__ __forceinline__ void product(float (&c)[4], const uint32_t (&a)[4], u
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Asks for bytes into L2: a multiple of 16, from a multiple of 16.
-__device__ __forceinline__ void prefetch(const uint8_t* p, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void prefetch_line(const uint8_t* p) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
-}
-
 // Sixteen bytes to shared memory without a stop in registers; zeros where not `live`.
 __device__ __forceinline__ void copy_async(uint4* shared, const uint4* from, bool live) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
@@ -335,40 +326,9 @@ struct Ahead {
     }
 };
 
-// The same by threads side by side, a request every `stride` bytes of a row.
-template <Format F, int HEIGHT>
-__device__ __forceinline__ void prefetch_lines(const Problem& p, const uint8_t* codes, const uint8_t* scale, int tile_row,
-                                               int first, int last, int stride) {
-    const int group = F == NVFP4 ? 16 : p.group, bytes = F == NVFP4 ? 1 : 2;
-    const int from = first * CHUNK, to = min(last * CHUNK, p.k);
-    if (from >= to) return;
-    const int lines = ((to - from) / 2 + stride - 1) / stride, height = min(HEIGHT, p.n - tile_row);
-    for (int u = threadIdx.x; u < height * lines; u += blockDim.x)
-        prefetch_line(codes + size_t(tile_row + u / lines) * (p.k / 2) + from / 2 + u % lines * stride);
-    const int scales = ((to - from) / group * bytes + stride - 1) / stride;
-    for (int u = threadIdx.x; u < height * scales; u += blockDim.x)
-        prefetch_line(scale + (size_t(tile_row + u / scales) * (p.k / group) + from / group) * bytes + u % scales * stride);
-}
-
-// Codes and scales of a tile's rows, chunks [first, last), on their way from memory to L2.
-template <Format F, int HEIGHT>
-__device__ __forceinline__ void prefetch_rows(const Problem& p, const uint8_t* codes, const uint8_t* scale, int tile_row,
-                                              int first, int last) {
-    const int group = F == NVFP4 ? 16 : p.group, bytes = F == NVFP4 ? 1 : 2;
-    const int from = first * CHUNK, to = min(last * CHUNK, p.k);
-    for (int r = threadIdx.x; r < HEIGHT && tile_row + r < p.n && from < to; r += blockDim.x) {
-        const size_t row = tile_row + r;
-        prefetch(codes + row * (p.k / 2) + from / 2, (to - from) / 2);
-        const uintptr_t scales = reinterpret_cast<uintptr_t>(scale) + row * (p.k / group) * bytes;
-        const uintptr_t begin = scales + from / group * bytes + 15 & ~uintptr_t(15);
-        const uintptr_t end = scales + to / group * bytes & ~uintptr_t(15);
-        if (begin < end) prefetch(reinterpret_cast<const uint8_t*>(begin), end - begin);
-    }
-}
-
 template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP, int SHARES>
-__global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int splits, int phase, int early,
-                                                                int late) {
+__global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int splits, int phase,
+                                                           int overlap) {
     constexpr int TOKENS = TILES * 8, HEIGHT = WARPS / SHARES * ROWS * 16, PITCH = HEIGHT + 4, STEP = GROUP ? 64 : 16;
     SHARED(uint4, base);
     int *source = reinterpret_cast<int*>(base), *target = source + TOKENS;
@@ -378,14 +338,8 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
     const int chunks = (p.k + CHUNK - 1) / CHUNK;
     const int begin = chunks * rank / splits, end = chunks * (rank + 1) / splits;
     const int tile_row = blockIdx.x / splits * HEIGHT;
-    const int mode = early / 100;
-    early %= 100;
-    if (!p.experts) {
-        if (mode) prefetch_lines<F, HEIGHT>(p, p.codes, p.scale, tile_row, begin, min(begin + early, end), mode * 32);
-        else prefetch_rows<F, HEIGHT>(p, p.codes, p.scale, tile_row, begin, min(begin + early, end));
-    }
     wait_for_inputs();
-    let_next_begin();
+    if (overlap == 2) let_next_begin();
     const int expert = p.experts ? p.experts[blockIdx.y] : 0;
     if (expert < 0) return;  // a whole cluster leaves together: its CTAs share blockIdx.y
 
@@ -408,9 +362,6 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) fetch<ROWS>(stages[s], at, s * SHARES, step, begin + own_chunk + s * SHARES < full);
     advance<ROWS>(at, STAGES * SHARES, step);
-    const int after = min(p.experts ? begin : begin + early, end);
-    if (mode) prefetch_lines<F, HEIGHT>(p, codes, scale, tile_row, after, min(begin + late, end), mode * 32);
-    else prefetch_rows<F, HEIGHT>(p, codes, scale, tile_row, after, min(begin + late, end));
     float acc[ROWS][TILES][4] = {};
     __syncthreads();
     if constexpr (GROUP) {
@@ -456,6 +407,7 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
         }
     }
 
+    if (overlap == 1) let_next_begin();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory);
 #pragma unroll
@@ -576,11 +528,11 @@ namespace {
 
 // Launched to begin before the kernel before it has ended, in clusters of `cluster`.
 template <class... Parameters, class... Arguments>
-int launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t bytes, int cluster, cudaStream_t stream,
-                 Arguments... arguments) {
+int launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t bytes, int cluster, int overlap,
+                 cudaStream_t stream, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[0].val.programmaticStreamSerializationAllowed = overlap > 0;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim.x = cluster;
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
@@ -595,7 +547,7 @@ int launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t b
 }
 
 template <Format F, int TILES, int ROWS, int WARPS, int STAGES, bool GROUP, int SHARES>
-int launch(const Problem& p, int token_blocks, int splits, int phase, int early, int late, cudaStream_t stream) {
+int launch(const Problem& p, int token_blocks, int splits, int phase, int overlap, cudaStream_t stream) {
     constexpr int HEIGHT = WARPS / SHARES * ROWS * 16;
     const int chunks = (p.k + CHUNK - 1) / CHUNK, share = (chunks + splits - 1) / splits;
     phase = GROUP ? 2 : phase < share ? phase : share;
@@ -604,16 +556,16 @@ int launch(const Problem& p, int token_blocks, int splits, int phase, int early,
     auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP, SHARES>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    return launch_early(kernel, dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks), WARPS * 32, bytes, splits, stream, p,
-                        splits, phase, early, late);
+    return launch_early(kernel, dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks), WARPS * 32, bytes, splits, overlap,
+                        stream, p, splits, phase, overlap);
 }
 
 template <Format F>
 int dispatch(const Problem& p, int tiles, int rows, int warps, int stages, int group, int shares, int token_blocks, int splits,
-             int phase, int early, int late, cudaStream_t stream) {
+             int phase, int overlap, cudaStream_t stream) {
 #define VARIANT(T, R, W, S, G, K)                                                          \
     if (tiles == T && rows == R && warps == W && stages == S && group == G && shares == K) \
-        return launch<F, T, R, W, S, G, K>(p, token_blocks, splits, phase, early, late, stream);
+        return launch<F, T, R, W, S, G, K>(p, token_blocks, splits, phase, overlap, stream);
 #include "w4a16_variants.h"
 #undef VARIANT
     return -1;
@@ -626,32 +578,32 @@ extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, cons
                               const void* global_scale, const void* token_scale, const void* bias, void* out,
                               const void* slots, const void* experts, int m, int n, int k, int group, int x_stride,
                               int slots_per_row, int token_blocks, int tiles, int rows, int warps, int stages,
-                              int warp_groups, int shares, int splits, int phase, int early, int late, void* stream) {
+                              int warp_groups, int shares, int splits, int phase, int overlap, void* stream) {
     const Problem p = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(codes),
                        static_cast<const uint8_t*>(scale), static_cast<const float*>(global_scale),
                        static_cast<const float*>(token_scale), static_cast<const uint16_t*>(bias),
                        static_cast<uint16_t*>(out), static_cast<const int*>(slots), static_cast<const int*>(experts),
                        m, n, k, group, x_stride, slots_per_row};
     auto on = static_cast<cudaStream_t>(stream);
-    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, warp_groups, shares, token_blocks, splits, phase, early, late, on)
-                           : dispatch<INT4>(p, tiles, rows, warps, stages, warp_groups, shares, token_blocks, splits, phase, early, late, on);
+    return format == NVFP4 ? dispatch<NVFP4>(p, tiles, rows, warps, stages, warp_groups, shares, token_blocks, splits, phase, overlap, on)
+                           : dispatch<INT4>(p, tiles, rows, warps, stages, warp_groups, shares, token_blocks, splits, phase, overlap, on);
 }
 
 extern "C" int lowbitrl_moe_align(const void* ids, int total, int experts, int block, int blocks, void* slots,
                                   void* block_expert, void* stream) {
-    return launch_early(moe_align_kernel, dim3(1), 1024, experts * 3 * sizeof(int), 1, static_cast<cudaStream_t>(stream),
+    return launch_early(moe_align_kernel, dim3(1), 1024, experts * 3 * sizeof(int), 1, 1, static_cast<cudaStream_t>(stream),
                         static_cast<const int*>(ids), total, experts, block, blocks, static_cast<int*>(slots),
                         static_cast<int*>(block_expert));
 }
 
 extern "C" int lowbitrl_gate(const void* up, void* out, int rows, int n, void* stream) {
-    return launch_early(gate_kernel, dim3((rows * (n / 8) + 255) / 256), 256, 0, 1, static_cast<cudaStream_t>(stream),
+    return launch_early(gate_kernel, dim3((rows * (n / 8) + 255) / 256), 256, 0, 1, 1, static_cast<cudaStream_t>(stream),
                         static_cast<const uint16_t*>(up), static_cast<uint16_t*>(out), rows, n);
 }
 
 extern "C" int lowbitrl_weighted_sum(const void* y, const void* weights, void* out, int tokens, int choices, int n,
                                      void* stream) {
-    return launch_early(weighted_sum_kernel, dim3((tokens * (n / 8) + 127) / 128), 128, 0, 1,
+    return launch_early(weighted_sum_kernel, dim3((tokens * (n / 8) + 127) / 128), 128, 0, 1, 1,
                         static_cast<cudaStream_t>(stream), static_cast<const uint16_t*>(y),
                         static_cast<const uint16_t*>(weights), static_cast<uint16_t*>(out), tokens, choices, n);
 }
