@@ -12,6 +12,7 @@ from lowbitrl.kernels.w4a16_choice import (
     table,
     tokens_by_bytes,
 )
+from lowbitrl.kernels.w4a16_cuda import WITHOUT_GROUPS
 
 
 def test_every_variant_of_the_table_is_built():
@@ -37,6 +38,15 @@ def test_every_shape_finds_a_row(nvfp4, shape):
 def test_a_share_of_k_is_never_shorter_than_what_is_in_flight():
     row = max((r for r in table() if r.splits > 1), key=lambda r: r.splits)
     assert splits_that_fit(row, 128) == 1
+
+
+def test_what_multiplies_in_groups_has_a_replacement_that_does_not():
+    for row in table():
+        if row.variant.grouped:
+            other = WITHOUT_GROUPS[row.variant.tiles]
+            assert other in built()
+            assert not other.grouped
+            assert other.tiles == row.variant.tiles or not row.grouped
 
 
 def test_bytes_are_read_for_as_many_tokens_as_every_row_says():

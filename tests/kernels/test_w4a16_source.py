@@ -107,7 +107,7 @@ def test_splitting_k_over_a_cluster_changes_only_the_order_of_sums(planned):
         assert torch.equal(once, again)
 
 
-@pytest.mark.parametrize("variant", [NARROW, w4a16_choice.Variant(1, 1, 8, 2, shares=4)], ids=str)
+@pytest.mark.parametrize("variant", [NARROW, w4a16_choice.Variant(2, 1, 8, 2, shares=4)], ids=str)
 def test_activations_staged_in_phases_give_the_same_bits(variant, planned, monkeypatch):
     weight = get_format("nvfp4").quantize(torch.randn(64, 1536).bfloat16())
     x = torch.randn(6, 1536).bfloat16()

@@ -13,7 +13,9 @@ ACTIVATION_BYTES = 100 << 10
 # Whether a grid may begin before the one before it has ended: 0 not, 1 once that has only sums left to add, 2 at once.
 OVERLAP = 1
 # Where the table's variant needs groups and the device has none.
-WITHOUT_GROUPS = {4: Variant(4, 2, 4, 2), 8: Variant(8, 2, 4, 2), 16: Variant(8, 2, 4, 2)}
+WITHOUT_GROUPS = {
+    1: Variant(1, 2, 4, 2), 2: Variant(2, 2, 4, 2), 4: Variant(4, 2, 4, 2), 8: Variant(8, 2, 4, 2), 16: Variant(8, 2, 4, 2)
+}  # fmt: skip
 
 
 def plan_for(nvfp4: bool, m: int, n: int, k: int, block: int) -> tuple[Variant, int]:
