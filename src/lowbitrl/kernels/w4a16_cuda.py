@@ -14,8 +14,12 @@ ACTIVATION_BYTES = 100 << 10
 OVERLAP = 1
 # Where the table's variant needs groups and the device has none.
 WITHOUT_GROUPS = {
-    1: Variant(1, 2, 4, 2), 2: Variant(2, 2, 4, 2), 4: Variant(4, 2, 4, 2), 8: Variant(8, 2, 4, 2), 16: Variant(8, 2, 4, 2)
-}  # fmt: skip
+    1: Variant(1, 2, 4, 2),
+    2: Variant(2, 2, 4, 2),
+    4: Variant(4, 2, 4, 2),
+    8: Variant(8, 2, 4, 2),
+    16: Variant(8, 2, 4, 2),
+}
 
 
 def plan_for(nvfp4: bool, m: int, n: int, k: int, block: int) -> tuple[Variant, int]:
