@@ -3,13 +3,14 @@
     python benchmarks/choose_products.py [--out src/lowbitrl/kernels/w4a16_choices.json]
 
 Weights are random; buffers rotate so that none is in the L2 cache when its turn comes. One row for each format,
-shape and token count (grouped: rows a block): the fastest variant and share of K, and whether decoding the weight
-and calling cuBLAS beats it.
+shape and token count (grouped: rows a block): the fastest variant, share of K and overlap with the launch before, and
+whether decoding the weight and calling cuBLAS beats it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from lowbitrl.bench.timing import cold_sets, time_calls
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import w4a16_matmul
 from lowbitrl.kernels.grouped_w4a16 import most_blocks
-from lowbitrl.kernels.w4a16_choice import CHUNK, TABLE, TOKENS_A_TILE, Variant, built
+from lowbitrl.kernels.w4a16_choice import CHUNK, OVERLAPS, TABLE, TOKENS_A_TILE, Plan, Variant, built
 from lowbitrl.kernels.w4a16_cuda import launch_w4a16
 from lowbitrl.kernels.weights4 import Weight4, describe
 
@@ -59,32 +60,34 @@ def copies(q: QuantizedTensor) -> list[Weight4]:
     return [describe(QuantizedTensor.from_tensors(s, q.shape, q.format)) for s in sets]
 
 
-def fastest(calls_of, plans: Iterator[tuple[Variant, int]]) -> tuple[float, Variant, int]:
-    """(microseconds, variant, splits) of the best plan: all are timed coarsely, the best of them again."""
+def fastest(calls_of, plans: Iterator[Plan]) -> tuple[float, Plan]:
+    """(microseconds, plan) of the best: all are timed coarsely, the best of them again, in every overlap."""
 
-    def time(plan: tuple[Variant, int], **how) -> float:
+    def time(plan: Plan, **how) -> float:
         return time_calls(calls_of(plan), l2="cold", **how).p50
 
     finals = sorted(plans, key=lambda plan: time(plan, samples=3, span=0.0))[:FINALISTS]
-    return min(((time(plan, samples=SAMPLES), *plan) for plan in finals), key=lambda t: t[0])
+    finals = [plan._replace(overlap=overlap) for plan in finals for overlap in OVERLAPS]
+    return min(((time(plan, samples=SAMPLES), plan) for plan in finals), key=lambda t: t[0])
 
 
-def plans(tiles: int, k: int) -> Iterator[tuple[Variant, int]]:
-    """Variants by shares of K no shorter than what is in flight."""
+def plans(tiles: int, k: int) -> Iterator[Plan]:
+    """Variants by shares of K no shorter than what is in flight, each launched after the one before has ended."""
     for variant in variants(tiles):
         for splits in SPLITS:
             if splits == 1 or -(-k // CHUNK) // splits >= variant.round:
-                yield variant, splits
+                yield Plan(variant, splits, OVERLAPS[0])
 
 
 def row(
     name: str, grouped: bool, tokens: int, n: int, k: int, best, cublas: float | None, bf16: float | None
 ) -> dict:
     """One line of the table; cublas: decoding and the library's product, bf16: the product by decoded weights."""
-    micros, variant, splits = best
+    micros, (variant, splits, overlap) = best
     kind = "experts" if grouped else "dense"
     print(
-        f"{name} {kind} {tokens} {n}x{k}: {micros:.2f} us {variant} {splits}; cublas {cublas} bf16 {bf16}",
+        f"{name} {kind} {tokens} {n}x{k}: {micros:.2f} us {variant} {splits} overlap {overlap}; "
+        f"cublas {cublas} bf16 {bf16}",
         flush=True,
     )
     wins = cublas is not None and cublas < micros
@@ -92,7 +95,7 @@ def row(
     shape = [variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, variant.shares]
     return {
         "nvfp4": name == "nvfp4", "grouped": grouped, "tokens": tokens, "n": n, "k": k,
-        "backend": "cublas" if wins else "cuda", "variant": shape, "splits": splits,
+        "backend": "cublas" if wins else "cuda", "variant": shape, "splits": splits, "overlap": overlap,
         "beats_bf16": bf16 is not None and least < bf16,
     }  # fmt: skip
 
@@ -133,7 +136,7 @@ def by_values(x: Tensor, values: Tensor) -> float:
     return time_calls([lambda w=w: x @ w.T for w in sets], l2="cold", samples=SAMPLES).p50
 
 
-def launch(x: Tensor, w: Weight4, out: Tensor, plan: tuple[Variant, int], **grouped) -> None:
+def launch(x: Tensor, w: Weight4, out: Tensor, plan: Plan, **grouped) -> None:
     """One product."""
     launch_w4a16(x, w.codes, w.scale, w.global_scale, None, None, out, w.group, w.nvfp4, plan=plan, **grouped)
 
@@ -155,7 +158,7 @@ def grouped_rows(name: str) -> Iterator[dict]:
             def calls_of(plan, x=x, out=out, where=where, sets=sets):
                 return [lambda w=w: launch(x, w, out, plan, **where) for w in sets]
 
-            own = (p for p in plans(block // TOKENS_A_TILE, k) if p[0].tiles * TOKENS_A_TILE == block)
+            own = (p for p in plans(block // TOKENS_A_TILE, k) if p.variant.tiles * TOKENS_A_TILE == block)
             yield row(name, True, block, n, k, fastest(calls_of, own), None, None)
 
 
@@ -170,9 +173,9 @@ def check_variants() -> None:
             q = random_weight(name, variant.height + 8, 1152)
             x = torch.randn(variant.tiles * TOKENS_A_TILE + 3, 1152, device="cuda").bfloat16()
             wanted = w4a16_matmul(x, q, backend="reference").float()
-            for splits in (1, 2, 4):
+            for splits, overlap in itertools.product((1, 2, 4), OVERLAPS):
                 out = torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)
-                launch(x, describe(q), out, (variant, splits))
+                launch(x, describe(q), out, Plan(variant, splits, overlap))
                 error = (out.float() - wanted).abs() - 2**-7 * wanted.abs() - 1e-5 * wanted.abs().amax()
                 if not bool((error <= 0).all()):
                     raise ValueError(

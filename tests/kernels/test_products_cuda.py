@@ -3,13 +3,15 @@
 compute-sanitizer --tool memcheck pytest tests/kernels/test_products_cuda.py
 """
 
+import itertools
+
 import pytest
 import torch
 
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import align_experts, grouped_w4a16_matmul, w4a16_matmul, why_unavailable
 from lowbitrl.kernels.grouped_w4a16 import BLOCK_SIZES
-from lowbitrl.kernels.w4a16_choice import TOKENS_A_TILE, built
+from lowbitrl.kernels.w4a16_choice import OVERLAPS, TOKENS_A_TILE, Plan, built
 from lowbitrl.kernels.w4a16_cuda import launch_w4a16
 from lowbitrl.kernels.weights4 import describe
 
@@ -40,11 +42,9 @@ def test_a_variant_equals_the_reference(name, variant):
         weight = stack(name, variant.height + 8, k)
         x = torch.randn(variant.tiles * TOKENS_A_TILE + 3, k, device="cuda").bfloat16()
         wanted, w = w4a16_matmul(x, weight, backend="reference"), describe(weight)
-        for splits in (1, 3, 8) if k > 1000 else (1,):
-            out = torch.empty_like(wanted)
-            launch_w4a16(
-                x, w.codes, w.scale, w.global_scale, None, None, out, w.group, w.nvfp4, plan=(variant, splits)
-            )
+        for splits, overlap in itertools.product((1, 3, 8) if k > 1000 else (1,), OVERLAPS):
+            out, plan = torch.empty_like(wanted), Plan(variant, splits, overlap)
+            launch_w4a16(x, w.codes, w.scale, w.global_scale, None, None, out, w.group, w.nvfp4, plan=plan)
             close(out, wanted)
 
 

@@ -23,7 +23,7 @@ NARROW = w4a16_choice.Variant(1, 1, 4, 2)
 def planned(monkeypatch):
     """A function that makes every product take one variant and number of shares."""
     return lambda variant, splits: monkeypatch.setattr(
-        w4a16_cuda, "plan_for", lambda *args: (variant, splits)
+        w4a16_cuda, "plan_for", lambda *args: w4a16_choice.Plan(variant, splits, 0)
     )
 
 

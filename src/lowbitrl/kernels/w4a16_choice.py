@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 CHUNK = 128
 TOKENS_A_TILE = 8
+OVERLAPS = (0, 1, 2)
 TABLE = Path(__file__).parent / "w4a16_choices.json"
 BUILT = Path(__file__).parent / "cuda" / "w4a16_variants.h"
 
@@ -56,10 +57,19 @@ def built() -> list[Variant]:
     ]
 
 
+class Plan(NamedTuple):
+    """How one product runs: shares of K and overlap as in `Choice`."""
+
+    variant: Variant
+    splits: int
+    overlap: int
+
+
 class Choice(NamedTuple):
     """A row of the table: ``backend`` "cuda" or "cublas" up to ``tokens`` of (``n``, ``k``) weights.
 
-    beats_bf16: reading bytes took less time than cuBLAS on weights that were decoded before.
+    overlap: whether the grid may begin before the one before it has ended: 0 not, 1 once that has only sums left to
+    add, 2 at once. beats_bf16: reading bytes took less time than cuBLAS on weights that were decoded before.
     """
 
     nvfp4: bool
@@ -70,6 +80,7 @@ class Choice(NamedTuple):
     backend: str
     variant: Variant
     splits: int
+    overlap: int
     beats_bf16: bool
 
 

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from .cuda_library import WITH_GROUPS, address, architecture, check, library, stream
-from .w4a16_choice import CHUNK, TOKENS_A_TILE, Variant, choice_for, splits_that_fit
+from .w4a16_choice import CHUNK, TOKENS_A_TILE, Plan, Variant, choice_for, splits_that_fit
 
 # Shared memory for activations that lets two CTAs live on one multiprocessor.
 ACTIVATION_BYTES = 100 << 10
-# Whether a grid may begin before the one before it has ended: 0 not, 1 once that has only sums left to add, 2 at once.
-OVERLAP = 1
 # Where the table's variant needs groups and the device has none.
 WITHOUT_GROUPS = {
     1: Variant(1, 2, 4, 2),
@@ -22,13 +20,13 @@ WITHOUT_GROUPS = {
 }
 
 
-def plan_for(nvfp4: bool, m: int, n: int, k: int, block: int) -> tuple[Variant, int]:
-    """Variant and shares of K for ``m`` tokens, or for blocks of ``block`` rows of one expert."""
+def plan_for(nvfp4: bool, m: int, n: int, k: int, block: int) -> Plan:
+    """The table's plan for ``m`` tokens, or for blocks of ``block`` rows of one expert."""
     choice = choice_for(nvfp4, block or m, n, k, grouped=bool(block))
     variant = choice.variant
     if variant.grouped and architecture() != WITH_GROUPS:
         variant = WITHOUT_GROUPS[variant.tiles]
-    return variant, splits_that_fit(choice, k)
+    return Plan(variant, splits_that_fit(choice, k), choice.overlap)
 
 
 def phase_for(variant: Variant, k: int, splits: int) -> int:
@@ -43,11 +41,11 @@ def launch_w4a16(
     x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, token_scale: Tensor | None,
     bias: Tensor | None, out: Tensor, group: int, nvfp4: bool,
     slots: Tensor | None = None, experts: Tensor | None = None, block: int = 0, slots_per_row: int = 1,
-    plan: tuple[Variant, int] | None = None,
+    plan: Plan | None = None,
 ) -> None:  # fmt: skip
     """Write ``out`` (slots, N); ``slots`` and ``experts`` make it grouped, ``block`` slots a group.
 
-    plan: variant and shares of K in place of the table's.
+    plan: in place of the table's.
     """
     m, n = out.shape
     if not m or not n:
@@ -58,14 +56,14 @@ def launch_w4a16(
     if codes.data_ptr() % 16:
         codes = codes.clone()
     k = x.shape[-1]
-    variant, splits = plan or plan_for(nvfp4, m, n, k, block)
+    variant, splits, overlap = plan or plan_for(nvfp4, m, n, k, block)
     token_blocks = experts.numel() if experts is not None else -(-m // (variant.tiles * TOKENS_A_TILE))
     code = library().lowbitrl_w4a16(
         0 if nvfp4 else 1, address(x), address(codes), address(scale), address(global_scale),
         address(token_scale), address(bias), address(out), address(slots), address(experts),
         m, n, k, group, x.stride(0), slots_per_row, token_blocks,
         variant.tiles, variant.rows, variant.warps, variant.stages, variant.grouped, variant.shares, splits,
-        phase_for(variant, k, splits), OVERLAP, stream(x.device),
+        phase_for(variant, k, splits), overlap, stream(x.device),
     )  # fmt: skip
     check(code, "w4a16")
 
