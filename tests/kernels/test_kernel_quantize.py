@@ -152,3 +152,34 @@ def test_weights_whose_maxima_are_measured(shape, name, backend, device):
         assert not differences(got.tensors()[part].view(tensor.shape), tensor), part
     if shape[0] == 1:
         assert not differences(fake_quantize(x, name, backend=backend), fmt.fake_quantize(x))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_captured_call_never_waits_and_follows_its_input(name):
+    x, fmt = awkward(300, 256, device="cuda"), get_format(name)
+    quantize(x, name), fake_quantize(x, name)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        codes, values = quantize(x, name), fake_quantize(x, name)
+    x.copy_(awkward(300, 256, device="cuda", seed=1))
+    graph.replay()
+    for part, tensor in fmt.quantize(x, check=False).tensors().items():
+        assert not differences(codes.tensors()[part], tensor), part
+    assert not differences(values, fmt.fake_quantize(x, check=False))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantize(x, name), fake_quantize(x, name)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="too large for the interpreter")
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "nvfp4-token", "fp8-token", "fp8-block", "int8-token", "int4-g128", "mxfp8"]
+)
+def test_largest_shape(name):
+    """(8192, 16384), awkward rows in front."""
+    x = torch.randn(8192, 16384, device="cuda", dtype=torch.bfloat16)
+    x[:300] = awkward(300, 16384, device="cuda")
+    same_bytes(x, name)

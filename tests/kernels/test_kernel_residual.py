@@ -75,6 +75,15 @@ def test_padding_never_counts(rows, backend, device):
     assert got[0].isnan().all()
 
 
+@pytest.mark.parametrize("scope", ["batch", "token"])
+def test_a_poisoned_token_does_to_others_what_the_reference_says(scope, backend, device):
+    x = awkward(20, 64, device=device)
+    x[9, 5], x[12, 7] = float("nan"), float("-inf")
+    got, wanted = quantize_residual(x, 0.5, scope=scope, backend=backend), compensate(x, FP4, 0.5, scope)
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert not differences(got.nan_to_num(), wanted.nan_to_num())
+
+
 def test_more_tokens_than_a_decode_step(backend, device):
     same(backend, awkward(530, 48, device=device), 0.5)
     same(backend, awkward(257, 144, device=device), 0.125)

@@ -101,3 +101,23 @@ def test_what_the_kernels_cannot_take_is_said():
         quantize_residual(awkward(2, 64), 0.5, backend="cuda")
     assert "BF16" in residual_cuda.why_not_rows(awkward(2, 64, torch.float32))
     assert "wider" in residual_cuda.why_not_rows(torch.empty(2, 1 << 15, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("rows", "scope"), [(9, "batch"), (9, "token"), (270, "batch")])
+def test_nan_and_inf_stay_where_the_reference_has_them(rows, scope):
+    x = awkward(rows, 64)
+    x[3, 5], x[5, 7], x[6, 9] = float("nan"), float("inf"), float("-inf")
+    got = residual_cuda.launch_residual(x, 32, scope, None)
+    wanted = compensate(x, FP4, 0.5, scope)
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert not differences(got.nan_to_num(nan=1.0), wanted.nan_to_num(nan=1.0))
+
+
+def test_every_bf16_value_up_to_a_block_peak():
+    """All finite BF16 values of at most 6, sixteen to a block whose peak is 6, in both passes."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    small = every[every.isfinite() & (every.abs() <= 6.0)]
+    blocks = torch.cat([small, small.new_zeros(-len(small) % 15)]).view(-1, 15)
+    rows = torch.cat([blocks, torch.full((len(blocks), 1), 6.0, dtype=torch.bfloat16)], 1)
+    wide = torch.cat([rows, rows.new_zeros(-len(rows) % 64, 16)]).view(-1, 64 * 16)
+    same(wide, 1.0)

@@ -62,3 +62,18 @@ def test_plans_let_every_cta_run_at_once(blocks, parts):
     assert kept <= weight_cuda.KEPT_ROUNDS
     if parts > 1 and group < 264:
         assert kept * group * weight_cuda.THREADS >= blocks
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-tensor"])
+def test_every_bf16_value_up_to_a_block_peak(name):
+    """All finite BF16 values of at most 6, sixteen to a block, under one maximum of 6."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    small = every[every.isfinite() & (every.abs() <= 6.0)]
+    x = torch.cat([small, small.new_zeros(-len(small) % 16)]).view(-1, 16)
+    fmt, floor = get_format(name), name == "nvfp4"
+    wanted = fmt.quantize(x)
+    codes, scales, _ = weight_cuda.launch_weight(x, 1, floor=floor, encode=True)
+    assert not differences(codes.view(wanted.qdata.shape), wanted.qdata)
+    assert not differences(scales.view(wanted.scale.shape), wanted.scale.view(torch.uint8))
+    values = weight_cuda.launch_weight(x, 1, floor=floor, encode=False)[0]
+    assert not differences(values, fmt.fake_quantize(x))

@@ -65,6 +65,12 @@ def test_ties_go_to_the_lower_channel():
     assert select_channels(torch.tensor([2.0, 5.0, 2.0, 2.0]), 2).tolist() == [True, True, False, False]
 
 
+def test_nan_is_more_than_any_score_and_ties_with_itself():
+    scores = torch.tensor([1.0, float("nan"), 2.0, -float("nan"), float("inf")])
+    assert select_channels(scores, 1).tolist() == [False, True, False, False, False]
+    assert select_channels(scores, 3).tolist() == [False, True, False, True, True]
+
+
 @pytest.mark.parametrize("shape", [(16,), (40, 16), (3, 5, 64)])
 def test_selection_is_that_of_a_stable_descending_sort(shape):
     torch.manual_seed(0)

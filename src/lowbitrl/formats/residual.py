@@ -22,6 +22,9 @@ from .format import Format
 
 Scope = Literal["batch", "token"]
 
+NAN_KEY = 0x7F800001
+"""One above infinity's bits."""
+
 RUN = 16
 """Rows whose squares are added one after the other; runs are then folded in halves."""
 
@@ -68,10 +71,15 @@ def column_sums(rows: Tensor) -> Tensor:
 
 
 def select_channels(scores: Tensor, count: int) -> Tensor:
-    """Boolean mask of the `count` largest scores along the last dim; the lower index wins a tie."""
+    """Boolean mask of the `count` largest fp32 scores, none negative, along the last dim; the lower index wins a tie.
+
+    NaN is more than any number and ties with itself: what a poisoned token does to the others is defined too.
+    """
+    # Bits of such numbers order as they do.
+    keys = torch.where(scores.isnan(), NAN_KEY, scores.view(torch.int32))
     # By threshold: sorting every row took most of a "token" scope's time.
-    least = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above, equal = scores > least, scores == least
+    least = keys.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = keys > least, keys == least
     left = count - above.sum(-1, keepdim=True, dtype=torch.int32)
     return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
 

@@ -56,7 +56,8 @@ template <bool FLOOR = false> __device__ __forceinline__ Step step_of(uint32_t p
     const float b = __uint_as_float(peak);
     float wanted = __fmul_rn(row.encode, __fmul_rn(b, 1.0f / 6.0f));
     if (FLOOR) wanted = b > 0.0f ? fmaxf(wanted, 0x1p-6f) : 0.0f;
-    const float scale = b != b ? b : round_e4m3(wanted);
+    // Minimum and maximum drop NaN, so what is not finite is kept from them: Inf - Inf is NaN too.
+    const float scale = b < INFINITY ? round_e4m3(wanted) : __fsub_rn(b, b);
     const float step = __fmul_rn(scale, row.decode);
     const float inverse = __frcp_rn(step);
     return {scale, step, inverse == INFINITY ? 0.0f : inverse, scale >= 0x1p-6f || peak == 0};
