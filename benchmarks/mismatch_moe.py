@@ -95,6 +95,7 @@ class Bench:
 
     def tune(self) -> list[float]:
         """Fine-tune with fp32 weights (TF32 products on a GPU), then cast to BF16; returns the loss of every step."""
+        precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         model = self.base.to(self.device).train()
         model.set_experts_implementation(self.arguments.tune_experts)
@@ -111,6 +112,7 @@ class Bench:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
+        torch.set_float32_matmul_precision(precision)
         model.zero_grad(set_to_none=True)
         model.set_experts_implementation("grouped_mm")
         self.base = model.to(torch.bfloat16).eval()
