@@ -291,7 +291,7 @@ def engine_options(
             "cudagraph_capture_sizes": arguments.sequences,
         }
         options |= {"compilation_config": graphs, "kernel_config": {"enable_flashinfer_autotune": False},
-                    "kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.5}  # fmt: skip
+                    "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.5}  # fmt: skip
     else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
     if arguments.variant == "stock fp8":

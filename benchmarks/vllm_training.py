@@ -27,7 +27,7 @@ from lowbitrl.rollout.vllm.engine import VllmEngine
 from lowbitrl.runs import environment
 
 ON_CUDA = {
-    "max_model_len": 256, "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.2, "max_num_seqs": 256,
+    "max_model_len": 256, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "max_num_seqs": 256,
     "compilation_config": {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [16, 64, 128, 192, 256],
     },
