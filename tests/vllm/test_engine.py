@@ -121,7 +121,7 @@ def test_low_bit_activations_of_experts_are_active(moe_folder):
             "nvfp4",
             "nvfp4-token",
             0.5,
-            "grouped, decoded",
+            "grouped, decoded, activations emulated",
         ]
         assert engine.report["watched"]
         _, done = gap(learner, engine)

@@ -115,7 +115,9 @@ def test_a_batch_wide_residual_needs_a_runner_that_tells_its_tokens(monkeypatch)
     with pytest.raises(ValueError, match="residual_scope='token'"):
         Wearing(model, alone)
     monkeypatch.setattr(REAL_TOKENS, "watched", ["a runner"])
-    assert Wearing(model, alone).report()["modules"] == {"o": ["nvfp4", "nvfp4-token", 0.25, "decoded"]}
+    assert Wearing(model, alone).report()["modules"] == {
+        "o": ["nvfp4", "nvfp4-token", 0.25, "decoded, activations emulated"]
+    }
 
 
 @pytest.mark.parametrize("residual", [0.0, 0.5])

@@ -85,7 +85,8 @@ class ServedExperts:
     def kernel(self) -> str:
         """What multiplies, for the report."""
         decoded = any(store.decoded is not None for store in self.stores)
-        return "grouped, decoded" if decoded else f"grouped, bytes of {self.rows[0].weight}"
+        name = "grouped, decoded" if decoded else f"grouped, bytes of {self.rows[0].weight}"
+        return name if self.sites[0] is None else f"{name}, activations emulated"
 
     def writes(self, arrived: Mapping[str, Tensor]) -> Iterator[Write]:
         """What an update writes where; raises before the first write."""

@@ -182,7 +182,8 @@ class ServedLinear:
     def kernel(self) -> str:
         """What multiplies, for the report."""
         held = self.runs[0]
-        return "decoded" if held.store.decoded is not None else f"bytes of {held.members[0].row.weight}"
+        name = "decoded" if held.store.decoded is not None else f"bytes of {held.members[0].row.weight}"
+        return said_of(name, self.site, held.store)
 
     def writes(self, arrived: Mapping[str, Tensor]) -> Iterator[Write]:
         """What an update writes where; raises before the first write."""
@@ -196,6 +197,18 @@ class ServedLinear:
         """Published names that `writes` takes."""
         biases = [f"{m.row.name}.bias" for m in self.members] if self.bias is not None else []
         return [n for m in self.members for n in m.names(arrived)] + biases
+
+
+def said_of(name: str, site: ServedSite | None, store: Store) -> str:
+    """A kernel's name, and whether low-bit activations are multiplied as values: no tensor core takes them."""
+    if site is None or (store.encoded is not None and _multiplies_codes(store.encoded, store.dtype, site)):
+        return name
+    return f"{name}, activations emulated"
+
+
+def _multiplies_codes(encoded: QuantizedTensor, dtype: torch.dtype, site: ServedSite | None) -> bool:
+    probe = torch.empty(1, 1, dtype=dtype, device=encoded.qdata.device)
+    return multiplies_codes(probe, site, encoded)
 
 
 _serial = itertools.count()
@@ -223,5 +236,4 @@ def keeps_decoded(
     """Whether products here need decoded values beside the bytes."""
     if encoded is None or device.type != "cuda" or dtype != torch.bfloat16:
         return True
-    probe = torch.empty(1, 1, dtype=dtype, device=device)
-    return why_not_weight4(encoded) is not None and not multiplies_codes(probe, site, encoded)
+    return why_not_weight4(encoded) is not None and not _multiplies_codes(encoded, dtype, site)
