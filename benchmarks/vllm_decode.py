@@ -5,9 +5,10 @@
 
 A step's time is the slope between two lengths of output, so that prefill and scheduling at the start cancel. The byte
 limit is what one step must read of the weights over the device's copy bandwidth. Experts count by the share of them
-that as many tokens hit, measured on the routing of prompts: they are drawn as decoded tokens come, near uniformly,
-since logits of random weights are near zero. CUDA graphs, of the measured numbers of sequences alone, serve decoding,
-and no compiler runs, for every variant. Results are written as each variant ends, in an order of worth.
+that as many tokens hit, measured on the routing of prompts: they are drawn as decoded tokens come. Weights are drawn
+here: vLLM's own dummies leave every token with the same experts (or NaN) in quantized models. CUDA graphs, of the
+measured numbers of sequences alone, serve decoding, and no compiler runs, for every variant. Results are written as
+each variant ends, in an order of worth.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import csv
 import fcntl
 import json
+import math
 import os
 import subprocess
 import sys
@@ -58,6 +60,8 @@ BY_WORTH = [
     "stock nvfp4", "ours nvfp4-w4a16", "ours nvfp4", "ours nvfp4 residual 0.5", "stock fp8", "stock bf16",
     "ours nvfp4 residual 1.0",
 ]  # fmt: skip
+DEVIATION, CODES_RMS = 0.02, 2.93
+"""Of random weights; of uniform draws among FP4's values."""
 UPDATED = "ours nvfp4-w4a16"
 """The variant whose bytes are also updated live."""
 PROMPT, SHORT, LONG = 64, 16, 64
@@ -147,6 +151,7 @@ def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = engine_options(Path(folder), shape, arguments, plan, model)
         wait_for_device(arguments.lock)
+        draw_weights()
         begun = time.perf_counter()
         engine, kernels = start(Path(folder), arguments, plan, options)
         llm = getattr(engine, "llm", engine)
@@ -246,11 +251,13 @@ def routing(llm: Any, shape: dict[str, Any], counts: list[int]) -> dict[int, dic
 
     BaseRouter.select_experts = noted
     try:
-        llm.generate(
-            random_prompts(shape, 16), SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
-        )
+        params = SamplingParams(max_tokens=1, logprobs=0, detokenize=False)
+        outputs = llm.generate(random_prompts(shape, 16), params, use_tqdm=False)
     finally:
         BaseRouter.select_experts = select
+    said = [entry.logprob for out in outputs for entry in out.outputs[0].logprobs[0].values()]
+    if not all(map(math.isfinite, said)):
+        raise ValueError(f"the model says {said[:3]}...: its activations are not finite")
     layers = [ids.cpu().long() for ids in seen if len(ids) >= max(counts)]
     if not layers:
         return {}  # Routed inside one kernel, as stock vLLM does on a CPU.
@@ -270,6 +277,31 @@ def plan_of(shape: dict[str, Any], recipe: Recipe) -> tuple[Plan, torch.nn.Modul
         config = AutoConfig.for_model("qwen3_moe", **shape)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return resolve(recipe, model), model
+
+
+def draw_weights() -> None:
+    """From now on vLLM's dummy loader draws weights that a model could have, in every precision alike."""
+    from vllm.model_executor.model_loader import dummy_loader
+
+    dummy_loader.initialize_dummy_weights = lambda model, *_: [
+        draw(value, name) for name, value in model.state_dict().items()
+    ]
+    dummy_loader.initialize_single_dummy_weight = draw
+
+
+@torch.no_grad()
+def draw(value: torch.Tensor, name: str = "") -> None:
+    """Matrices N(0, 0.02^2), norms and scales 1, 4-bit codes of any value under scales that make them 0.02 too."""
+    if value.is_meta:
+        return  # Drawn when vLLM makes it, layer by layer.
+    if value.dtype == torch.uint8:
+        value.random_(0, 256)
+    elif name.endswith("weight_global_scale"):
+        value.fill_(CODES_RMS / DEVIATION)  # A divisor.
+    elif value.dtype == torch.float8_e4m3fn or value.dim() < 2 or name.endswith("scale"):
+        value.fill_(1.0)
+    elif value.is_floating_point():
+        value.normal_(0.0, DEVIATION)
 
 
 def engine_options(
