@@ -10,7 +10,7 @@ import torch
 from lowbitrl.formats import get_format
 from lowbitrl.quant.linear import encode_group
 from lowbitrl.quant.stacks import encode_stack
-from lowbitrl.rollout.vllm.slices import column_span, cut_columns, cut_rows, join_rows, row_spans
+from lowbitrl.rollout.vllm.slices import column_span, cut_columns, cut_rows, join_rows, one_look, row_spans
 
 FORMATS = ["nvfp4", "fp8-channel", "int8-channel", "int4-g128", "int4-g32", "mxfp4", "mxfp8", "fp8-block"]
 
@@ -53,6 +53,9 @@ def test_what_would_need_other_bytes_is_refused_with_its_name():
         cut_rows(get_format("fp8-block").quantize(weight(256, 128)), (0, 64), "down")
     other = get_format("nvfp4").quantize(3 * weight(64, 64))
     with pytest.raises(ValueError, match=r"k_proj and q_proj.*global_scale differs"):
+        join_rows([q, other], ["q_proj", "k_proj"])
+    with pytest.raises(ValueError, match="k_proj and q_proj are served as one matrix"), one_look():
+        join_rows([q, q], ["q_proj", "v_proj"])
         join_rows([q, other], ["q_proj", "k_proj"])
     tiled = [get_format("fp8-block").quantize(weight(n, 128)) for n in (192, 64)]
     with pytest.raises(ValueError, match=r"q_proj has 192 rows"):

@@ -33,7 +33,7 @@ from lowbitrl.trainer.logprobs import response_logprobs
 
 KV_CACHE_BYTES = 1 << 28
 """Of each vLLM in turn: both are small beside the models."""
-MEMORY_SHARE = 0.5
+MEMORY_SHARE = 0.1
 """What vLLM wants to find free; with the cache's size given it takes no more than it needs."""
 
 

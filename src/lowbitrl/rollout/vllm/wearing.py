@@ -14,6 +14,7 @@ from lowbitrl.rollout.vllm.experts import ServedExperts
 from lowbitrl.rollout.vllm.names import Names
 from lowbitrl.rollout.vllm.real_tokens import REAL_TOKENS, ServedSite
 from lowbitrl.rollout.vllm.served import ServedLinear, Write, checked
+from lowbitrl.rollout.vllm.slices import one_look
 from lowbitrl.sync.manifest import Manifest, entries_of
 
 
@@ -115,7 +116,8 @@ class Wearing:
                 unread.pop(name, None)
         for name in unread:
             raise ValueError(f"{name} of version {manifest.version} is served by no module of vLLM's")
-        return [write for taker in takers for write in taker.writes(arrived)]
+        with one_look():
+            return [write for taker in takers for write in taker.writes(arrived)]
 
     def report(self) -> dict[str, Any]:
         """What is active: the plan's digest and, by module, formats, residual and what multiplies."""
