@@ -55,8 +55,7 @@ def test_what_would_need_other_bytes_is_refused_with_its_name():
     with pytest.raises(ValueError, match=r"k_proj and q_proj.*global_scale differs"):
         join_rows([q, other], ["q_proj", "k_proj"])
     with pytest.raises(ValueError, match="k_proj and q_proj are served as one matrix"), one_look():
-        join_rows([q, q], ["q_proj", "v_proj"])
-        join_rows([q, other], ["q_proj", "k_proj"])
+        join_rows([q, q, other], ["q_proj", "v_proj", "k_proj"])
     tiled = [get_format("fp8-block").quantize(weight(n, 128)) for n in (192, 64)]
     with pytest.raises(ValueError, match=r"q_proj has 192 rows"):
         join_rows(tiled, ["q_proj", "k_proj"])
