@@ -64,6 +64,8 @@ EXPERTS = {
 }  # fmt: skip
 W4A16, W4A4 = Recipe(rollout="nvfp4-w4a16"), Recipe(rollout="nvfp4", residual=0.5)
 UPDATES = 30
+CASES = "cases"
+"""Folder of their findings, beside the summary."""
 
 
 class Case:
@@ -71,7 +73,11 @@ class Case:
 
     def __init__(self, name: str, model: str, out: Path) -> None:
         self.name, self.model, self.out = name, model, out
-        self.found: dict[str, Any] = {"case": name, "failed": {}}
+        self.found: dict[str, Any] = {
+            "case": name,
+            "failed": {},
+            "environment": environment(torch.device(DEVICE)),
+        }
         self.began = time.perf_counter()
         self.done: list[Completion] = []
 
@@ -85,7 +91,7 @@ class Case:
             said = f"FAILED: {type(error).__name__}: {str(error)[:600]}"
         self.found["seconds"] = time.perf_counter() - self.began
         print(f"[{self.name} {self.found['seconds']:.1f}] {name} {said}", flush=True)
-        (self.out / f"{self.name}.json").write_text(json.dumps(self.found, indent=1, default=str))
+        (self.out / CASES / f"{self.name}.json").write_text(json.dumps(self.found, indent=1, default=str))
         return name not in self.found["failed"]
 
     def start(self, recipe: Recipe, **options: Any) -> str:
@@ -218,7 +224,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def whole(case: Case, recipe: Recipe, **options: Any) -> None:
+def life(case: Case, recipe: Recipe, **options: Any) -> None:
     """Versions, refusals, buckets, memory, and requests in flight where a policy is asked for."""
     if not case.step("start", case.start, recipe, **options):
         return
@@ -306,15 +312,15 @@ def served(case: Case) -> None:
 
 
 DENSE: dict[str, Callable[[Case], None]] = {
-    "updates": lambda c: whole(c, W4A16, in_flight="resume", **EAGER),
-    "graphs": lambda c: whole(c, W4A16, in_flight="mix", **WITH_GRAPHS),
-    "fp8": lambda c: whole(c, Recipe(rollout="fp8"), **WITH_GRAPHS),
+    "updates": lambda c: life(c, W4A16, in_flight="resume", **EAGER),
+    "graphs": lambda c: life(c, W4A16, in_flight="mix", **WITH_GRAPHS),
+    "fp8": lambda c: life(c, Recipe(rollout="fp8"), **WITH_GRAPHS),
     "residual": lambda c: padded(c, W4A4),
     "sleep": sleeping,
     "server": served,
 }
 MIXTURE: dict[str, Callable[[Case], None]] = {
-    "experts": lambda c: whole(c, W4A16, skip_tokenizer_init=True, **WITH_GRAPHS),
+    "experts": lambda c: life(c, W4A16, skip_tokenizer_init=True, **WITH_GRAPHS),
     "experts-residual": lambda c: padded(c, W4A4),
 }
 
@@ -322,17 +328,20 @@ MIXTURE: dict[str, Callable[[Case], None]] = {
 def main() -> None:
     """Run one case, or all of them beside each other, and hold what they found to its goals."""
     arguments = parse()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.case:
+    (arguments.out / CASES).mkdir(parents=True, exist_ok=True)
+    if arguments.judge:
+        judge(arguments.out)
+    elif arguments.case:
         with tempfile.TemporaryDirectory() as folder:
             model = mixture(Path(folder)) if arguments.case in MIXTURE else arguments.model
             case = Case(arguments.case, model, arguments.out)
             case.step("all", (DENSE | MIXTURE)[arguments.case], case)
         sys.stdout.flush()
         os._exit(bool(case.found["failed"]))  # vLLM's threads may keep a process that has said all.
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        list(pool.map(lambda name: child(name, arguments), arguments.cases))
-    judge(arguments.out)
+    else:
+        with ThreadPoolExecutor(arguments.at_once) as pool:
+            list(pool.map(lambda name: child(name, arguments), arguments.cases))
+        judge(arguments.out)
 
 
 def child(name: str, arguments: argparse.Namespace) -> None:
@@ -347,9 +356,12 @@ def child(name: str, arguments: argparse.Namespace) -> None:
         "--out",
         str(arguments.out),
     ]
-    with (arguments.out / f"{name}.log").open("w") as log, contextlib.suppress(subprocess.TimeoutExpired):
+    with (
+        (arguments.out / CASES / f"{name}.log").open("w") as log,
+        contextlib.suppress(subprocess.TimeoutExpired),
+    ):
         subprocess.run(command, stdout=log, stderr=log, check=False, timeout=arguments.limit)
-    for line in (arguments.out / f"{name}.log").read_text().splitlines():
+    for line in (arguments.out / CASES / f"{name}.log").read_text().splitlines():
         if line.startswith(f"[{name} "):
             print(line[:300], flush=True)
 
@@ -363,14 +375,18 @@ def mixture(folder: Path) -> str:
 
 
 def judge(out: Path) -> None:
-    """What the cases found, in one file; failures counted."""
-    cases = [json.loads(path.read_text()) for path in sorted(out.glob("*.json")) if path.name != "cases.json"]
-    cases = [case for case in cases if "case" in case]
-    data = {"cases": cases, "environment": environment(torch.device(DEVICE))}
-    (out / "cases.json").write_text(json.dumps(data, indent=1))
+    """How many of the cases ended with nothing failed, into `out`'s summary."""
+    cases = {path.stem: json.loads(path.read_text()) for path in sorted((out / CASES).glob("*.json"))}
+    whole = sum("all" in case and not case["failed"] for case in cases.values())
     bench = Bench("vllm", "python benchmarks/vllm_cases.py")
-    bench.find("cases of the vLLM engine whose every step did what it should", sum(not c["failed"] for c in cases),
+    bench.find("cases of the vLLM engine that ended with every step as it should be", whole,
                at_least=len(DENSE | MIXTURE))  # fmt: skip
+    for name, case in cases.items():
+        if "memory" in case:
+            size, memory = case["update"]["bytes"] / 1e6, case["memory"]
+            what = f"{name}: {UPDATES} live updates of {size:.0f} MB"
+            bench.find(f"{what}, seconds (median)", memory["median seconds"], at_most=1.0, unit="s")
+            bench.find(f"{what}, growth of allocated memory, bytes", memory["grown"], at_most=0)
     merge_findings(out / "summary.json", bench.findings)
 
 
@@ -379,13 +395,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [*DENSE, *MIXTURE]
     parser.add_argument(
-        "--model", required=True, help="folder of a small dense checkpoint with its tokenizer"
+        "--model",
+        required="--judge" not in sys.argv,
+        help="folder of a small dense checkpoint with its tokenizer",
     )
     parser.add_argument("--case", choices=names)
     parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a case")
-    parser.add_argument("--out", type=Path, default=Path("results/h200-vllm/cases"))
+    parser.add_argument("--judge", action="store_true", help="only count what an earlier call found")
+    parser.add_argument("--out", type=Path, default=Path("results/h200-vllm"))
     return parser.parse_args()
 
 

@@ -298,8 +298,11 @@ def draw(value: torch.Tensor, name: str = "") -> None:
         value.random_(0, 256)
     elif name.endswith("weight_global_scale"):
         value.fill_(CODES_RMS / DEVIATION)  # A divisor.
-    elif value.dtype == torch.float8_e4m3fn or value.dim() < 2 or name.endswith("scale"):
+    elif value.dim() < 2 or name.endswith("scale"):
         value.fill_(1.0)
+    elif value.dtype == torch.float8_e4m3fn:
+        # What vLLM has encoded already and comes by again, as another module's: its scales are 1 by now.
+        value.copy_(torch.empty_like(value, dtype=torch.float32).normal_(0.0, DEVIATION))
     elif value.is_floating_point():
         value.normal_(0.0, DEVIATION)
 
@@ -323,7 +326,7 @@ def engine_options(
             "cudagraph_capture_sizes": arguments.sequences,
         }
         options |= {"compilation_config": graphs, "kernel_config": {"enable_flashinfer_autotune": False},
-                    "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.5}  # fmt: skip
+                    "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.1}  # fmt: skip
     else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
     if arguments.variant == "stock fp8":

@@ -2,7 +2,8 @@
 
     python benchmarks/vllm_training.py                 50 steps of recipes/quads.toml on SmolLM2
     python benchmarks/vllm_training.py --chain F       hold its mismatch to an engines.json of `lowbitrl diagnose`
-    python benchmarks/vllm_training.py --judge T --chain F     the same for a run that was made, from its training.json
+    python benchmarks/vllm_training.py --judge T --chain F     the same for a run that was made, from its training.json,
+                                                       which may have been on another machine
 
 Every update of the engine is timed here, by the wall clock, after the device has finished. The bus limit of an update
 inside one device is its bytes, read and written, over the device's copy bandwidth.
@@ -11,6 +12,7 @@ inside one device is its bytes, read and written, over the device's copy bandwid
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
 import time
@@ -34,6 +36,8 @@ ON_CUDA = {
     "kernel_config": {"enable_flashinfer_autotune": False},
 }  # fmt: skip
 ON_CPU = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 28, "block_size": 32}
+COLUMNS = ("step", "sync/version", "reward/mean", "mismatch/abs_mean", "mismatch/abs_p99", "actor/grad_norm",
+           "timing/gen", "timing/update", "timing/publish", "timing/tokens_per_s")  # fmt: skip
 SETTLED = 10
 """Updates after which memory must not grow."""
 
@@ -43,8 +47,7 @@ def main() -> None:
     arguments = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.judge:
-        found = json.loads(arguments.judge.read_text())
-        judge(found["updates"], found["steps"], arguments, device)
+        judge_steps(json.loads(arguments.judge.read_text())["steps"], arguments)
         return
     overrides = {
         "model.name": arguments.model, "out": arguments.run, "seed": 0, "trainer.steps": arguments.steps,
@@ -59,7 +62,8 @@ def main() -> None:
     found = {"updates": updates, "steps": steps, "environment": environment(torch.device(device))}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "training.json").write_text(json.dumps(found, indent=1))
-    judge(updates, steps, arguments, device)
+    judge_updates(updates, arguments, device)
+    judge_steps(steps, arguments)
 
 
 def arguments_of(settings: dict[str, Any]) -> list[str]:
@@ -107,13 +111,15 @@ def _memory(device: str) -> dict[str, float]:
     return {"allocated": psutil.Process().memory_info().rss}
 
 
-def judge(updates: list[Any], steps: list[Any], arguments: argparse.Namespace, device: str) -> None:
-    """Figures beside their goals."""
-    bench = Bench("vllm", "python benchmarks/vllm_training.py --chain runs/chain/engines.json")
+COMMAND = "python benchmarks/vllm_training.py --chain runs/chain/engines.json"
+
+
+def judge_updates(updates: list[Any], arguments: argparse.Namespace, device: str) -> None:
+    """Memory and time of the updates beside their goals."""
+    bench = Bench("vllm", COMMAND)
     size = updates[-1]["bytes"]
     seconds = statistics.median(u["seconds"] for u in updates[1:])
     limit = 2 * size / copy_bandwidth(device)
-    first = statistics.mean(row["mismatch/abs_mean"] for row in steps[:SETTLED])
     grown = updates[-1]["allocated"] - updates[min(SETTLED, len(updates) - 1)]["allocated"]
     bench.find(
         f"device memory allocated after update {len(updates)} over update {SETTLED + 1}, share of a version",
@@ -121,9 +127,17 @@ def judge(updates: list[Any], steps: list[Any], arguments: argparse.Namespace, d
     )  # fmt: skip
     bench.find(f"live update of {size / 1e6:.0f} MB, seconds (median)", seconds, at_most=1.0, unit="s")
     bench.find("live update, share of the bus limit", limit / seconds, at_least=0.5)
-    versions = [row["sync/version"] for row in steps]
-    bench.find("steps whose rollouts were one version behind none", len(set(versions)), at_least=len(steps))
+    merge_findings(arguments.out / "summary.json", bench.findings)
+
+
+def judge_steps(steps: list[Any], arguments: argparse.Namespace) -> None:
+    """How far the run came, and its mismatch beside the prediction; a table of its steps."""
+    bench = Bench("vllm", COMMAND)
+    bench.find("steps of training on vLLM's rollouts", len(steps), at_least=50)
+    versions = {row["sync/version"] for row in steps}
+    bench.find("versions that those steps sampled from, each its own", len(versions), at_least=len(steps))
     if arguments.chain:
+        first = statistics.mean(row["mismatch/abs_mean"] for row in steps[:SETTLED])
         rows = {row["scorer"]: row for row in json.loads(arguments.chain.read_text())["rows"]}
         predicted = rows["learner"]["mean"]
         bench.find(
@@ -131,6 +145,10 @@ def judge(updates: list[Any], steps: list[Any], arguments: argparse.Namespace, d
             max(first / predicted, predicted / first), at_most=1.25,
         )  # fmt: skip
     merge_findings(arguments.out / "summary.json", bench.findings)
+    with (arguments.out / "training.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(steps)
 
 
 def parse() -> argparse.Namespace:
