@@ -7,11 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
 BUCKET_BYTES = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
+ALIGNED = 16
+"""Bytes: of any element that is published, a multiple."""
 
 
 class Control(Protocol):
@@ -96,6 +100,16 @@ def _send_file(control: Control, bucket: dict[str, Tensor]) -> None:
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="lowbitrl-", dir=folder) as scratch:
         path = Path(scratch) / "bucket.safetensors"
-        # clone: members of a group may share memory, which a file of tensors refuses.
-        save_file({name: t.detach().cpu().contiguous().clone() for name, t in bucket.items()}, path)
+        save_file(on_host(bucket), path)
         control.update({"path": str(path)})
+
+
+def on_host(bucket: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory of their own, off the device in one transfer: one a tensor would wait for it each time."""
+    raws = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in bucket.values()]
+    padded = [F.pad(raw, (0, -raw.numel() % ALIGNED)) for raw in raws]
+    parts = torch.cat(padded).cpu().split([p.numel() for p in padded])
+    return {
+        name: part[: raw.numel()].view(t.dtype).view(t.shape).clone()
+        for (name, t), raw, part in zip(bucket.items(), raws, parts, strict=True)
+    }
