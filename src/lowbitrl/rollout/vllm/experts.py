@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbitrl.formats import QuantizedTensor
-from lowbitrl.kernels import align_experts, grouped_w4a16_matmul, quantize_residual
+from lowbitrl.kernels import align_experts, gate_rows, grouped_w4a16_matmul, quantize_residual, weighted_sum
 from lowbitrl.quant import LayerPlan
 from lowbitrl.quant.experts import Groups, quantize_rows
 from lowbitrl.rollout.vllm.real_tokens import REAL_TOKENS, ServedSite
@@ -46,16 +46,14 @@ class ServedExperts:
         quantized = x if site is None else site(x)
         by_bytes = all(store.decoded is None for store in self.stores)
         run = self._by_bytes if by_bytes else self._by_values
-        y = run(quantized, ids)
-        weighted = y.view(*ids.shape, -1) * weights.to(x.dtype)[..., None]
-        return weighted.sum(1).to(x.dtype)
+        return weighted_sum(run(quantized, ids), weights.to(x.dtype))
 
     def _by_bytes(self, x: Tensor, ids: Tensor) -> Tensor:
         w13, w2 = (store.encoded for store in self.stores)
         assert w13 is not None
         assert w2 is not None
         blocks = align_experts(ids, w13)
-        h = _gate(grouped_w4a16_matmul(x, w13, blocks))
+        h = gate_rows(grouped_w4a16_matmul(x, w13, blocks))
         return grouped_w4a16_matmul(self._quantize_inner(h, ids), w2, blocks)
 
     def _by_values(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -65,7 +63,7 @@ class ServedExperts:
         expert, order = torch.sort(ids.reshape(-1).long(), stable=True)
         counts = torch.zeros(w13.shape[0], dtype=torch.int64, device=x.device)
         ends = counts.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(0).int()
-        h = _gate(F.grouped_mm(x[order // ids.shape[-1]], w13.transpose(-1, -2), offs=ends))
+        h = gate_rows(F.grouped_mm(x[order // ids.shape[-1]], w13.transpose(-1, -2), offs=ends))
         back = torch.argsort(order)
         inner = self._quantize_inner(h[back], ids)[order]
         return F.grouped_mm(inner, w2.transpose(-1, -2), offs=ends)[back]
@@ -121,7 +119,3 @@ def _stack(row: LayerPlan, arrived: Mapping[str, Tensor]) -> QuantizedTensor | T
     parts = {part: arrived[f"{row.name}.{part}"] for part in PARTS if f"{row.name}.{part}" in arrived}
     return QuantizedTensor.from_tensors(parts, row.shape, row.weight)
 
-
-def _gate(rows: Tensor) -> Tensor:
-    gate, up = rows.chunk(2, -1)
-    return F.silu(gate) * up
