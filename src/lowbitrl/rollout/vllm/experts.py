@@ -118,4 +118,3 @@ def _stack(row: LayerPlan, arrived: Mapping[str, Tensor]) -> QuantizedTensor | T
         return arrived[row.name]
     parts = {part: arrived[f"{row.name}.{part}"] for part in PARTS if f"{row.name}.{part}" in arrived}
     return QuantizedTensor.from_tensors(parts, row.shape, row.weight)
-
