@@ -50,6 +50,7 @@ inline const float* peer(float* mine, int rank) {
 #define SHARED(type, name) type* name = reinterpret_cast<type*>(mine_().memory.data())
 
 template <class T> inline T __ldg(const T* p) { T v; std::memcpy(&v, p, sizeof v); return v; }
+template <class T> inline T __ldcg(const T* p) { return __ldg(p); }
 inline uint4 load_codes(const uint8_t* p) { uint4 v; std::memcpy(&v, p, 16); return v; }
 inline void copy_async(uint4* shared, const uint4* from, bool live) {
     if (live) std::memcpy(shared, from, 16);

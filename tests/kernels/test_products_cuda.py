@@ -11,7 +11,7 @@ import torch
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import align_experts, grouped_w4a16_matmul, w4a16_matmul, why_unavailable
 from lowbitrl.kernels.grouped_w4a16 import BLOCK_SIZES
-from lowbitrl.kernels.w4a16_choice import OVERLAPS, TOKENS_A_TILE, Plan, built
+from lowbitrl.kernels.w4a16_choice import OVERLAPS, TOKENS_A_TILE, Plan, Variant, built
 from lowbitrl.kernels.w4a16_cuda import launch_w4a16
 from lowbitrl.kernels.weights4 import describe
 
@@ -73,6 +73,26 @@ def test_the_largest_weight(tokens):
         # cuBLAS multiplies weights rounded to BF16 once more.
         rounding = 2.0**-8 * exact.abs() + (2.0**-8 * magnitude if backend == "cublas" else 0)
         assert ((got - exact).abs() <= rounding + 2 * k * 2.0**-24 * magnitude).all()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("variant", [Variant(1, 2, 4, 2), Variant(8, 1, 12, 2, grouped=True)], ids=str)
+def test_a_product_reads_what_the_one_before_wrote_at_the_same_address(variant, overlap):
+    """Grids that overlap share caches: one of them must never hold for the next what was there before."""
+    first, second = describe(stack("nvfp4", 4096, 256)), describe(stack("nvfp4", 512, 4096))
+    inputs = [torch.randn(variant.tiles * TOKENS_A_TILE, 256, device="cuda").bfloat16() for _ in range(40)]
+    hidden = torch.empty(len(inputs[0]), 4096, device="cuda", dtype=torch.bfloat16)
+
+    def chain(overlap):
+        results = [hidden.new_zeros(len(hidden), 512) for _ in inputs]
+        plan = Plan(variant, 2, overlap)
+        for x, out in zip(inputs, results, strict=True):
+            for a, w, y in ((x, first, hidden), (hidden, second, out)):
+                launch_w4a16(a, w.codes, w.scale, w.global_scale, None, None, y, w.group, w.nvfp4, plan=plan)
+        return results
+
+    for got, wanted in zip(chain(overlap), chain(0), strict=True):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])

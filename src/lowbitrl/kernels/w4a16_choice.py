@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 CHUNK = 128
 TOKENS_A_TILE = 8
+# Of a plan: 0 begins when the launch before has ended, 1 once that has only sums left to add, 2 at once. All in the table
+# are 0 until a GPU has shown that overlapping products read what the one before wrote (tests/kernels/test_products_cuda.py).
 OVERLAPS = (0, 1, 2)
 TABLE = Path(__file__).parent / "w4a16_choices.json"
 BUILT = Path(__file__).parent / "cuda" / "w4a16_variants.h"
@@ -68,8 +70,7 @@ class Plan(NamedTuple):
 class Choice(NamedTuple):
     """A row of the table: ``backend`` "cuda" or "cublas" up to ``tokens`` of (``n``, ``k``) weights.
 
-    overlap: whether the grid may begin before the one before it has ended: 0 not, 1 once that has only sums left to
-    add, 2 at once. beats_bf16: reading bytes took less time than cuBLAS on weights that were decoded before.
+    overlap: one of OVERLAPS. beats_bf16: reading bytes took less time than cuBLAS on weights that were decoded before.
     """
 
     nvfp4: bool

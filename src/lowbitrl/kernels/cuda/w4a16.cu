@@ -78,14 +78,15 @@ __device__ __forceinline__ void product(float (&c)[4], const uint32_t (&a)[4], u
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Sixteen bytes to shared memory without a stop in registers; zeros where not `live`.
+// Sixteen bytes to shared memory without a stop in registers; zeros where not `live`. Past a multiprocessor's own cache,
+// as all that the grid before may have written: where grids overlap, that cache may hold what was there before.
 __device__ __forceinline__ void copy_async(uint4* shared, const uint4* from, bool live) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
                  "l"(from), "r"(live ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The launch lets this grid begin while the one before it still runs: until here it has read nothing, only asked L2 for it.
+// Where grids overlap, this one begins while the one before it still runs, and until here has read nothing.
 __device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -310,7 +311,7 @@ struct Ahead {
         const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk * (CHUNK / UNIT);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            v[i] = chunk < min(chunks[i], last) ? __ldg(x + at[i]) : make_uint4(0, 0, 0, 0);
+            v[i] = chunk < min(chunks[i], last) ? __ldcg(x + at[i]) : make_uint4(0, 0, 0, 0);
     }
 
     // The four pairs of a unit lie apart: B's core matrices hold eight columns, two of each thread of a quad.
@@ -340,11 +341,11 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
     const int tile_row = blockIdx.x / splits * HEIGHT;
     wait_for_inputs();
     if (overlap == 2) let_next_begin();
-    const int expert = p.experts ? p.experts[blockIdx.y] : 0;
+    const int expert = p.experts ? __ldcg(p.experts + blockIdx.y) : 0;
     if (expert < 0) return;  // a whole cluster leaves together: its CTAs share blockIdx.y
 
     if (threadIdx.x < TOKENS) {
-        const int token = blockIdx.y * TOKENS + threadIdx.x, slot = p.slots ? p.slots[token] : token;
+        const int token = blockIdx.y * TOKENS + threadIdx.x, slot = p.slots ? __ldcg(p.slots + token) : token;
         target[threadIdx.x] = slot < p.m ? slot : -1;
         source[threadIdx.x] = slot < p.m ? slot / p.slots_per_row : -1;
     }
@@ -433,7 +434,7 @@ __global__ void __launch_bounds__(WARPS * 32) w4a16_kernel(const Problem p, int 
             const float4 part = *reinterpret_cast<const float4*>(from + (j % SHARES * TOKENS + token) * PITCH + row);
             total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
         }
-        const float alpha = p.token_scale ? weight_scale * p.token_scale[source[token]] : weight_scale;
+        const float alpha = p.token_scale ? weight_scale * __ldcg(p.token_scale + source[token]) : weight_scale;
         const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -451,8 +452,6 @@ __global__ void moe_align_kernel(const int* ids, int total, int experts, int blo
                                  int* block_expert) {
     SHARED(int, counts);
     int *starts = counts + experts, *scanned = starts + experts;
-    wait_for_inputs();
-    let_next_begin();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
     for (int i = threadIdx.x; i < blocks * block; i += blockDim.x) slots[i] = total;
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) block_expert[i] = -1;
@@ -480,8 +479,6 @@ __global__ void moe_align_kernel(const int* ids, int total, int experts, int blo
 
 // out (rows, n) = bf16(bf16(silu(gate)) * value) of `up` (rows, 2 n), gates first: torch's roundings. n is a multiple of 8.
 __global__ void gate_kernel(const uint16_t* up, uint16_t* out, int rows, int n) {
-    wait_for_inputs();
-    let_next_begin();
     const int wide = n / 8, at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= rows * wide) return;
     const uint4* row = reinterpret_cast<const uint4*>(up + size_t(at / wide) * 2 * n);
@@ -500,8 +497,6 @@ __global__ void gate_kernel(const uint16_t* up, uint16_t* out, int rows, int n) 
 // out (tokens, n) = bf16(sum over choices of bf16(y * weight)), summed in fp32 in order. n is a multiple of 8.
 __global__ void weighted_sum_kernel(const uint16_t* y, const uint16_t* weights, uint16_t* out, int tokens, int choices,
                                     int n) {
-    wait_for_inputs();
-    let_next_begin();
     const int wide = n / 8, at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= tokens * wide) return;
     const int token = at / wide;
@@ -526,9 +521,9 @@ __global__ void weighted_sum_kernel(const uint16_t* y, const uint16_t* weights, 
 #ifndef LOWBITRL_EMULATE
 namespace {
 
-// Launched to begin before the kernel before it has ended, in clusters of `cluster`.
+// In clusters of `cluster`; `overlap`: may begin before the kernel before it has ended.
 template <class... Parameters, class... Arguments>
-int launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t bytes, int cluster, int overlap,
+int launch_grid(void (*kernel)(Parameters...), dim3 grid, int threads, size_t bytes, int cluster, int overlap,
                  cudaStream_t stream, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -556,7 +551,7 @@ int launch(const Problem& p, int token_blocks, int splits, int phase, int overla
     auto kernel = w4a16_kernel<F, TILES, ROWS, WARPS, STAGES, GROUP, SHARES>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    return launch_early(kernel, dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks), WARPS * 32, bytes, splits, overlap,
+    return launch_grid(kernel, dim3((p.n + HEIGHT - 1) / HEIGHT * splits, token_blocks), WARPS * 32, bytes, splits, overlap,
                         stream, p, splits, phase, overlap);
 }
 
@@ -591,19 +586,19 @@ extern "C" int lowbitrl_w4a16(int format, const void* x, const void* codes, cons
 
 extern "C" int lowbitrl_moe_align(const void* ids, int total, int experts, int block, int blocks, void* slots,
                                   void* block_expert, void* stream) {
-    return launch_early(moe_align_kernel, dim3(1), 1024, experts * 3 * sizeof(int), 1, 1, static_cast<cudaStream_t>(stream),
+    return launch_grid(moe_align_kernel, dim3(1), 1024, experts * 3 * sizeof(int), 1, 0, static_cast<cudaStream_t>(stream),
                         static_cast<const int*>(ids), total, experts, block, blocks, static_cast<int*>(slots),
                         static_cast<int*>(block_expert));
 }
 
 extern "C" int lowbitrl_gate(const void* up, void* out, int rows, int n, void* stream) {
-    return launch_early(gate_kernel, dim3((rows * (n / 8) + 255) / 256), 256, 0, 1, 1, static_cast<cudaStream_t>(stream),
+    return launch_grid(gate_kernel, dim3((rows * (n / 8) + 255) / 256), 256, 0, 1, 0, static_cast<cudaStream_t>(stream),
                         static_cast<const uint16_t*>(up), static_cast<uint16_t*>(out), rows, n);
 }
 
 extern "C" int lowbitrl_weighted_sum(const void* y, const void* weights, void* out, int tokens, int choices, int n,
                                      void* stream) {
-    return launch_early(weighted_sum_kernel, dim3((tokens * (n / 8) + 127) / 128), 128, 0, 1, 1,
+    return launch_grid(weighted_sum_kernel, dim3((tokens * (n / 8) + 127) / 128), 128, 0, 1, 0,
                         static_cast<cudaStream_t>(stream), static_cast<const uint16_t*>(y),
                         static_cast<const uint16_t*>(weights), static_cast<uint16_t*>(out), tokens, choices, n);
 }
