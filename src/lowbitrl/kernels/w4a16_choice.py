@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 CHUNK = 128
 TOKENS_A_TILE = 8
-# 0 begins when the launch before has ended, 1 once that has only sums left to add, 2 at once. All in the table are 0 until
-# a GPU has shown that overlapping products read what the one before wrote (tests/kernels/test_products_cuda.py).
+# 0 begins when the launch before has ended, 1 once that has only sums left to add, 2 at once. All in the table
+# are 0 until a GPU has shown that overlapping products read what the one before wrote (test_products_cuda.py).
 OVERLAPS = (0, 1, 2)
 TABLE = Path(__file__).parent / "w4a16_choices.json"
 BUILT = Path(__file__).parent / "cuda" / "w4a16_variants.h"
