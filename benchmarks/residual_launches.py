@@ -19,24 +19,24 @@ from lowbitrl.bench.timing import cold_sets, time_calls
 from lowbitrl.formats import get_format
 from lowbitrl.formats.residual import compensate
 from lowbitrl.kernels import residual_cuda
-from lowbitrl.kernels.cuda_library import address, check, library, stream
+from lowbitrl.kernels.cuda_library import address, stream
 
 SHAPES = tuple((rows, width) for width in (2048, 7168) for rows in (1, 16, 64, 256, 4096, 16384))
 FRACTION = 0.5
 CHECKED_ROWS = 700
 
 
-def run(plan: list[residual_cuda.Launch], x: Tensor, work: tuple[Tensor, ...]) -> Tensor:
+def run(plan: tuple[residual_cuda.Launch, ...], x: Tensor, work: residual_cuda.Workspace) -> Tensor:
     """Part of a plan; what it computes is only whole if the plan is."""
     out = torch.empty_like(x)
     rows, width = x.shape
+    pointers = (address(x), address(out), address(None), *work.addresses())
+    sizes = (
+        rows, width // residual_cuda.BLOCK, int(width * FRACTION), ctypes.c_int64(x.stride(0)),
+        int(residual_cuda.EARLY_START),
+    )  # fmt: skip
     for step in plan:
-        code = library("residual").lowbitrl_residual(
-            step.kernel, step.variant, *step.grid, step.threads, step.shared, *step.numbers,
-            address(x), address(out), address(None), *(address(t) for t in work), rows, width // residual_cuda.BLOCK,
-            int(width * FRACTION), ctypes.c_int64(x.stride(0)), int(residual_cuda.EARLY_START), stream(x.device),
-        )  # fmt: skip
-        check(code, "residual")
+        residual_cuda.run(step, pointers, sizes, stream(x.device))
     return out
 
 
@@ -60,7 +60,7 @@ def microseconds(rows: int, width: int) -> list[float]:
         rows, width // residual_cuda.BLOCK, every=False, scope="batch",
         programs=residual_cuda.multiprocessors(device),
     )  # fmt: skip
-    work = residual_cuda.workspace(rows, width, device, partial=not decode)
+    work = residual_cuda.workspace(rows, width, not decode, device)
     # A plan's second launch alone would wait for a counter that its first resets: prefixes only.
     return [
         time_calls([partial(run, plan[:n], x, work) for x in inputs], l2="warm" if decode else "cold").p50

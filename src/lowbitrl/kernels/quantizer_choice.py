@@ -18,6 +18,12 @@ TABLE = Path(__file__).parent / "quantizer_choices.json"
 
 
 @functools.cache
+def table() -> list[dict]:
+    """Every row, in the file's order."""
+    return json.loads(TABLE.read_text())["rows"]
+
+
+@functools.cache
 def preferred(op: str, rows: int, width: int) -> str:
     """The faster backend for (rows, width); Triton's while no GPU has measured the op.
 
@@ -25,7 +31,7 @@ def preferred(op: str, rows: int, width: int) -> str:
         op: "fake_quantize" and "quantize", of weights whose maximum is measured too; "residual batch" and, of more
             tokens than a decoding step has, "residual long"; "residual token"; "residual all", which is every channel.
     """
-    measured = [row for row in json.loads(TABLE.read_text())["rows"] if row["op"] == op]
+    measured = [row for row in table() if row["op"] == op]
 
     def distance(row: dict) -> float:
         return abs(math.log(max(rows, 1) / row["rows"])) + abs(math.log(max(width, 1) / row["width"]))

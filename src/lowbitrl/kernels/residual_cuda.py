@@ -8,6 +8,7 @@ three    longer batches: scores; choice; repair, which reads x again
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -78,37 +79,54 @@ def launch_residual(x: Tensor, count: int, scope: str, real: Tensor | None) -> T
     rows, width = x.shape
     programs = multiprocessors(x.device)
     plan = plan_for(rows, width // BLOCK, every=count == width, scope=scope, programs=programs)
-    work = workspace(rows, width, x.device, partial=plan[0].kernel == SCORES)
+    work = workspace(rows, width, plan[0].kernel == SCORES, x.device)
+    pointers = (address(x), address(out), address(real), *work.addresses())
+    sizes = (rows, width // BLOCK, count, ctypes.c_int64(x.stride(0)), int(EARLY_START))
+    on = stream(x.device)
     for step in plan:
-        code = library("residual").lowbitrl_residual(
-            step.kernel, step.variant, *step.grid, step.threads, step.shared, *step.numbers,
-            address(x), address(out), address(real), *(address(t) for t in work),
-            rows, width // BLOCK, count, ctypes.c_int64(x.stride(0)), int(EARLY_START), stream(x.device),
-        )  # fmt: skip
-        check(code, "residual")
+        run(step, pointers, sizes, on)
     return out
 
 
-def workspace(rows: int, width: int, device: torch.device, *, partial: bool) -> tuple[Tensor, ...]:
-    """Row scales, keys, mask, partial sums and the counter, uninitialized."""
-    runs = -(-rows // RUN) if partial else 0
-    return (
-        torch.empty(4, rows, dtype=torch.float32, device=device),
-        torch.empty(width, dtype=torch.int32, device=device),
-        torch.empty(width // BLOCK, dtype=torch.int16, device=device),
-        torch.empty(runs, width, dtype=torch.float32, device=device),
-        torch.empty((), dtype=torch.int32, device=device),
+def run(step: Launch, pointers: tuple, sizes: tuple, on: ctypes.c_void_p) -> None:
+    """One launch; arguments as ``lowbitrl_residual`` takes them."""
+    code = library("residual").lowbitrl_residual(
+        step.kernel, step.variant, *step.grid, step.threads, step.shared, *step.numbers, *pointers, *sizes, on
     )
+    check(code, "residual")
 
 
-def plan_for(rows: int, blocks: int, *, every: bool, scope: str, programs: int) -> list[Launch]:
+@dataclass(frozen=True)
+class Workspace:
+    """Row scales, keys, mask, partial sums and the counter in one uninitialized buffer: offsets in int32."""
+
+    buffer: Tensor
+    offsets: tuple[int, ...]
+
+    def addresses(self) -> tuple[ctypes.c_void_p, ...]:
+        """Where each begins, at a multiple of 16 bytes."""
+        begin = self.buffer.data_ptr()
+        return tuple(ctypes.c_void_p(begin + 4 * offset) for offset in self.offsets)
+
+
+def workspace(rows: int, width: int, partial: bool, device: torch.device) -> Workspace:
+    """What the launches of (rows, width) hand on to each other."""
+    runs = -(-rows // RUN) if partial else 0
+    offsets = [0]
+    for words in (4 * rows, width, -(-width // (2 * BLOCK)), runs * width):
+        offsets.append(offsets[-1] + -(-words // 4) * 4)
+    return Workspace(torch.empty(offsets[-1] + 1, dtype=torch.int32, device=device), tuple(offsets))
+
+
+@functools.cache
+def plan_for(rows: int, blocks: int, *, every: bool, scope: str, programs: int) -> tuple[Launch, ...]:
     """The launches for (rows, blocks * 16), ``programs`` CTAs of any size fitting the device at once."""
     threads = _threads(blocks)
     if every or scope == "token":
         kept = 0 if every else threads * BLOCK * 4
-        return [Launch(TOKEN, 0, (rows, 1), threads, TALLY_BYTES + kept, (int(not every), 0, 0))]
+        return (Launch(TOKEN, 0, (rows, 1), threads, TALLY_BYTES + kept, (int(not every), 0, 0)),)
     slab = _slab(rows, blocks, programs)
-    return [Launch(ROW, 0, (rows, 1), threads, TALLY_BYTES), slab] if slab else _long(rows, blocks, programs)
+    return (Launch(ROW, 0, (rows, 1), threads, TALLY_BYTES), slab) if slab else _long(rows, blocks, programs)
 
 
 def _slab(rows: int, blocks: int, programs: int) -> Launch | None:
@@ -123,7 +141,7 @@ def _slab(rows: int, blocks: int, programs: int) -> Launch | None:
     return Launch(SLAB, each, (-(-blocks // slab), 1), threads, shared, (slab, runs, 3))
 
 
-def _long(rows: int, blocks: int, programs: int) -> list[Launch]:
+def _long(rows: int, blocks: int, programs: int) -> tuple[Launch, ...]:
     there, threads = -(-rows // RUN), _threads(blocks)
     runs, width = _power(there), blocks * BLOCK
     quarter = max(1, runs // 4)
@@ -131,16 +149,17 @@ def _long(rows: int, blocks: int, programs: int) -> list[Launch]:
     across = -(-threads // 256)
     batch = SCORES_ROWS if threads <= 512 else SCORES_ROWS_WIDE
     at_once = programs * (SCORES_CTAS if threads <= NARROW else 1)
-    return [
+    return (
         Launch(SCORES, batch, (min(there, at_once), 1), threads, PEAK_BYTES, (there, 0, 0)),
         Launch(
             CHOOSE, 0, (width // columns, 1), CHOOSE_THREADS,
             TALLY_BYTES + max(quarter * columns, width) * 4, (columns, runs, there),
         ),
         Launch(REPAIR, 0, (across, -(-rows // REPAIR_ROWS)), _threads(-(-blocks // across)), 0),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
