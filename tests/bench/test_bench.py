@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from lowbitrl.bench import ceilings, command
+from lowbitrl.bench import ceilings, command, products
 from lowbitrl.bench.record import Bench, current_commit
 from lowbitrl.bench.timing import Timing, cold_sets, time_calls
 
@@ -86,3 +86,31 @@ def test_unknown_suites_and_modules_are_named(tmp_path):
 def test_the_commit_can_be_told(monkeypatch):
     monkeypatch.setenv("LOWBITRL_COMMIT", "told")
     assert current_commit() == "told"
+
+
+def test_products_are_judged_by_the_rows_there_are():
+    """Ours against cuBLAS, against the faster of two peers or the only one, by token count."""
+    bench = Bench("kernels", "c", device="cpu")
+
+    def took(op, backend, **micros):
+        for m, us in micros.items():
+            shape = products.shape(int(m[1:]))
+            bench.keep(op, shape, Timing(us, us, us, 1, "cold"), nbytes=1, backend=backend)
+
+    plain = {f"m{m}": 30.0 for m, _ in products.GOALS}
+    took("bf16", "cublas", **plain)
+    for name in products.FORMATS:
+        took(f"w4a16 {name}", "auto", **(plain | {"m1": 10.0, "m64": 20.0}))
+    took("w4a16 nvfp4", "marlin", m1=12.0, m64=25.0)
+    took("w4a16 nvfp4", "humming", m1=9.0, m64=26.0)
+    took("w4a16 int4-g128", "marlin", m1=8.0)
+    took("w4a4 nvfp4 + residual 0.5", "auto", m64=21.0)
+    for name in products.FORMATS:
+        products.judge(bench, name)
+    found = {f.what.replace(" K=4096 N=12288", ""): (f.figure, f.met) for f in bench.findings}
+    assert found["W4A16 nvfp4, 1 tokens, speed over cuBLAS BF16"] == (3.0, True)
+    assert found["W4A16 nvfp4, 64 tokens, speed over cuBLAS BF16"] == (1.5, False)
+    assert found["W4A16 nvfp4, 1 tokens, time over the best peer's"] == (1.1111, False)
+    assert found["W4A16 nvfp4, 64 tokens, time over the best peer's"] == (0.8, True)
+    assert found["W4A16 int4-g128, 1 tokens, time over marlin's"] == (1.25, False)
+    assert found["emulated W4A4 + residual 0.5 nvfp4, 64 tokens, time over W4A16"] == (1.05, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.kernels import quantize_residual, w4a16_matmul, w8a8_matmul, why_unavailable
 
 from . import peers
-from .record import Bench
+from .record import Bench, Row
 from .timing import cold_sets
 
 N, K = 12288, 4096
@@ -20,6 +22,7 @@ GOALS = ((1, 2.5), (4, 2.5), (16, 2.5), (64, 2.0), (4096, 0.85))
 SLOWER_THAN_BEST_PEER = 1.05
 RESIDUAL, REPAIRED_TOKENS, REPAIRED_OVER_W4A16 = 0.5, 64, 1.1
 BF16_BYTES = 2
+OURS = "auto"
 
 
 def run(bench: Bench) -> None:
@@ -27,87 +30,91 @@ def run(bench: Bench) -> None:
     device = bench.device
     values = torch.randn(N, K, device=device).bfloat16() * 0.02
     x = {m: torch.randn(m, K, device=device).bfloat16() for m in TOKENS}
-    plain = {m: time_bf16(bench, values, x[m]) for m in TOKENS}
+    for m in TOKENS:
+        time_bf16(bench, values, x[m])
     for name in FORMATS:
-        ours = time_ours(bench, values, x, name)
-        best = time_peers(bench, values, x, name)
-        for m, least in GOALS:
-            bench.find(
-                f"W4A16 {name} K={K} N={N}, {m} tokens, speed over cuBLAS BF16",
-                plain[m] / ours[m],
-                at_least=least,
-            )
-        for m in best:
-            share = ours[m] / best[m]
-            bench.find(
-                f"W4A16 {name} K={K} N={N}, {m} tokens, time over the best peer's",
-                share,
-                at_most=SLOWER_THAN_BEST_PEER,
-            )
+        time_ours(bench, values, x, name)
+        time_peers(bench, values, x, name)
         if name == "nvfp4":
-            share = time_repaired(bench, values, x[REPAIRED_TOKENS], name) / ours[REPAIRED_TOKENS]
-            what = f"emulated W4A4 + residual {RESIDUAL} {name} K={K} N={N}, {REPAIRED_TOKENS} tokens, time over W4A16"
-            bench.find(what, share, at_most=REPAIRED_OVER_W4A16)
+            time_repaired(bench, values, x[REPAIRED_TOKENS], name)
+        judge(bench, name)
     for kind in ("fp8", "int8"):
         time_w8a8(bench, values, x, kind)
 
 
-def time_bf16(bench: Bench, values: Tensor, x: Tensor) -> float:
-    """Microseconds of the plain product."""
+def judge(bench: Bench, name: str) -> None:
+    """Findings on a format from the rows there are, of a run that was cut off too."""
+    plain, ours = times(bench.rows, "bf16", {"cublas"}), times(bench.rows, f"w4a16 {name}", {OURS})
+    others = {row.backend for row in bench.rows if row.op == f"w4a16 {name}"} - {OURS}
+    product = f"W4A16 {name} K={K} N={N}"
+    for m, least in GOALS:
+        bench.find(f"{product}, {m} tokens, speed over cuBLAS BF16", plain[m] / ours[m], at_least=least)
+    whose = "the best peer's" if len(others) > 1 else f"{' '.join(others)}'s"
+    for m, best in times(bench.rows, f"w4a16 {name}", others).items():
+        bench.find(f"{product}, {m} tokens, time over {whose}", ours[m] / best, at_most=SLOWER_THAN_BEST_PEER)
+    for m, repaired in times(bench.rows, f"w4a4 {name} + residual {RESIDUAL}", {OURS}).items():
+        what = f"emulated W4A4 + residual {RESIDUAL} {name} K={K} N={N}, {m} tokens, time over W4A16"
+        bench.find(what, repaired / ours[m], at_most=REPAIRED_OVER_W4A16)
+
+
+def times(rows: Sequence[Row], op: str, backends: Collection[str]) -> dict[int, float]:
+    """The fastest backend's microseconds by token count."""
+    best: dict[int, float] = {}
+    for row in rows:
+        if row.op == op and row.backend in backends:
+            m = int(row.shape.split("x")[0])
+            best[m] = min(row.p50, best.get(m, row.p50))
+    return best
+
+
+def time_bf16(bench: Bench, values: Tensor, x: Tensor) -> None:
+    """The plain product."""
     m, moved = x.shape[0], values.numel() * BF16_BYTES
     sets = [values.clone() for _ in range(cold_sets(moved))]
-    row = bench.measure(
+    bench.measure(
         "bf16", shape(m), [lambda w=w: x @ w.T for w in sets], nbytes=moved + io_bytes(m), flops=flops(m), l2="cold",
         backend="cublas",
     )  # fmt: skip
-    return row.p50
 
 
-def time_ours(bench: Bench, values: Tensor, x: dict[int, Tensor], name: str) -> dict[int, float]:
-    """Microseconds by token count: ``backend="auto"``."""
+def time_ours(bench: Bench, values: Tensor, x: dict[int, Tensor], name: str) -> None:
+    """``backend="auto"``, by token count."""
     q = get_format(name).quantize(values)
     sets = [copy_of(q) for _ in range(cold_sets(q.nbytes))]
-    took = {}
     for m, rows in x.items():
         calls = [lambda w=w, rows=rows: w4a16_matmul(rows, w) for w in sets]
-        row = bench.measure(
-            f"w4a16 {name}", shape(m), calls, nbytes=q.nbytes + io_bytes(m), flops=flops(m), l2="cold", backend="auto"
+        bench.measure(
+            f"w4a16 {name}", shape(m), calls, nbytes=q.nbytes + io_bytes(m), flops=flops(m), l2="cold", backend=OURS
         )  # fmt: skip
-        took[m] = row.p50
-    return took
 
 
-def time_repaired(bench: Bench, values: Tensor, x: Tensor, name: str) -> float:
-    """Microseconds of both FP4 passes over the activations and the product."""
+def time_repaired(bench: Bench, values: Tensor, x: Tensor, name: str) -> None:
+    """Both FP4 passes over the activations and the product."""
     q = get_format(name).quantize(values)
     sets = [copy_of(q) for _ in range(cold_sets(q.nbytes))]
     m = x.shape[0]
-    row = bench.measure(
+    bench.measure(
         f"w4a4 {name} + residual {RESIDUAL}", shape(m),
         [lambda w=w: w4a16_matmul(quantize_residual(x, RESIDUAL), w) for w in sets],
-        nbytes=q.nbytes + io_bytes(m), flops=flops(m), l2="cold", backend="auto",
+        nbytes=q.nbytes + io_bytes(m), flops=flops(m), l2="cold", backend=OURS,
     )  # fmt: skip
-    return row.p50
 
 
-def time_peers(bench: Bench, values: Tensor, x: dict[int, Tensor], name: str) -> dict[int, float]:
-    """Microseconds of the fastest peer by token count; empty where there is none."""
+def time_peers(bench: Bench, values: Tensor, x: dict[int, Tensor], name: str) -> None:
+    """Those that are installed, by token count."""
     q = get_format(name).quantize(values)
     makers = {}
     if peers.why_not_marlin() is None:
         makers["marlin"] = lambda: peers.marlin(copy_of(q))
     if peers.why_not_humming() is None:
         makers["humming"] = lambda: peers.humming(copy_of(q))
-    best: dict[int, float] = {}
     for backend, make in makers.items():
         sets = [make() for _ in range(cold_sets(q.nbytes))]
         for m, rows in x.items():
-            row = bench.measure(
+            bench.measure(
                 f"w4a16 {name}", shape(m), [lambda f=f, rows=rows: f(rows) for f in sets],
                 nbytes=q.nbytes + io_bytes(m), flops=flops(m), l2="cold", backend=backend,
             )  # fmt: skip
-            best[m] = min(row.p50, best.get(m, row.p50))
-    return best
 
 
 def time_w8a8(bench: Bench, values: Tensor, x: dict[int, Tensor], kind: str) -> None:
