@@ -100,7 +100,8 @@ def main(out: Path) -> None:
         )
         print(rows[-1], flush=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    out.write_text(f'{{"gpu": "{torch.cuda.get_device_name()}", "rows": [\n{lines}\n]}}\n')
+    made = f'"made_by": "python benchmarks/choose_quantizers.py", "gpu": "{torch.cuda.get_device_name()}"'
+    out.write_text(f'{{{made}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
