@@ -72,7 +72,7 @@ MOMENTS = {
     "publishing": functools.partial(
         instead, "lowbitrl.rollout.embedded:EmbeddedEngine.update", 4, kill_myself
     ),
-    "evaluating": functools.partial(instead, "lowbitrl.loop:evaluate", 2, kill_myself),
+    "evaluating": functools.partial(instead, "lowbitrl.held_out:score", 2, kill_myself),
     "logging": in_log,
     "first-rename": functools.partial(instead, "os:replace", 0, kill_myself),
     "second-rename": functools.partial(instead, "os:replace", 1, kill_myself),
