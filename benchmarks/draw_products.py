@@ -56,12 +56,12 @@ def draw_experts(axes: plt.Axes, rows: Rows) -> None:
         points = {int(r["shape"].split()[0]): float(r["ratio"]) for r in rows if r["op"] == op}
         axes.plot(points.keys(), points.values(), marker="o", label=op)
     axes.axhline(0.6, color="gray", linestyle=":")
-    axes.set(
-        xscale="log",
-        xlabel="tokens",
-        ylabel="share of the byte limit",
-        title="Qwen3-30B-A3B experts, a layer",
-    )
+    at = sorted({int(r["shape"].split()[0]) for r in rows})
+    axes.set_xscale("log")
+    axes.set_xticks(at, labels=map(str, at))
+    axes.minorticks_off()
+    title = "Qwen3-30B-A3B experts, a layer"
+    axes.set(xlabel="tokens", ylabel="share of the byte limit", ylim=(0, 1), title=title)
     axes.legend(fontsize=7)
 
 
