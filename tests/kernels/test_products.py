@@ -208,6 +208,31 @@ def test_w8a8(kind, m, n, k, device):
             within_bound(got, a, b, 1.0, bias.double(), lost=fp8_slack(a, b) if device == "cuda" else 0.0)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_w8a8_codes_that_are_not_contiguous(kind, device):
+    x = get_format(f"{kind}-token").quantize(torch.randn(33, 96, device=device))
+    weight = get_format(f"{kind}-channel").quantize(torch.randn(48, 96, device=device))
+    weight.qdata.view(torch.int8)[:, 0] = 126 if kind == "fp8" else -128  # the largest codes there are
+    stack = QuantizedTensor(
+        weight.qdata[None], weight.scale[None], None, torch.Size([1, 48, 96]), weight.format
+    )
+    ids = torch.zeros(33, 1, dtype=torch.int64, device=device)
+
+    def apart(q):
+        codes = torch.stack([q.qdata, q.qdata], 1)[:, 0]
+        assert not codes.is_contiguous()
+        return QuantizedTensor(codes, q.scale, None, q.shape, q.format)
+
+    for backend in ("reference", *backends(device, "triton", "torch")):
+        wanted = runs(w8a8_matmul, backend, x, weight)
+        if wanted is not None:
+            assert torch.equal(w8a8_matmul(apart(x), apart(weight), backend=backend), wanted)
+    for backend in ("reference", *backends(device, "triton")):
+        blocks = align_experts(ids, stack, backend=backend)
+        wanted = grouped_w8a8_matmul(x, stack, blocks)
+        assert torch.equal(grouped_w8a8_matmul(apart(x), stack, blocks), wanted)
+
+
 def test_w8a8_takes_one_kind_with_a_scale_a_row(device):
     x, w = torch.randn(4, 256, device=device), torch.randn(128, 256, device=device)
     int8, fp8 = get_format("int8-token").quantize(x), get_format("fp8-channel").quantize(w)

@@ -38,7 +38,8 @@ def w8a8_matmul(
         ValueError: the two are not of one kind, a scale covers less than a row, or the backend can't run this.
     """
     kind = kind_of(x, weight)
-    a, b = x.qdata.reshape(-1, x.shape[-1]), weight.qdata
+    # The libraries' products refuse some strides; bytes as published have none.
+    a, b = x.qdata.reshape(-1, x.shape[-1]).contiguous(), weight.qdata.contiguous()
     scale_a, scale_b = x.scale.reshape(-1).float(), weight.scale.reshape(-1).float().expand(b.shape[0])
     chosen = choose("w8a8_matmul", backend, a.device, _candidates(kind, a, b))
     y = torch.ops.lowbitrl.w8a8_matmul(a, b, scale_a, scale_b, bias, kind, chosen)
