@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowbitrl.formats import QuantizedTensor, get_format
 from lowbitrl.quant import Recipe, attachment, export, prepare, real_tokens, resolve
 from lowbitrl.quant.experts import PREFIX, Groups, quantize_rows
-from lowbitrl.quant.linear import ActivationSite, TokenContext
 from lowbitrl.quant.residual import channel_scores, compensate, select_channels
+from lowbitrl.quant.sites import ActivationSite, TokenContext
 from lowbitrl.quant.stacks import encode_stack, present, select, to_canonical
 from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.sync.publisher import publish

@@ -11,7 +11,8 @@ from torch import nn
 from lowbitrl.formats import get_format
 from lowbitrl.kernels.quantize import evidence_of
 from lowbitrl.quant import LayerPlan, Recipe, attachment, linear, prepare, real_tokens
-from lowbitrl.quant.linear import LearnerLinear, RolloutLinear, WeightGroup, refresh
+from lowbitrl.quant.groups import WeightGroup, refresh
+from lowbitrl.quant.linear import LearnerLinear, RolloutLinear
 
 PRECISIONS = [
     "nvfp4",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbitrl.formats import get_format
-from lowbitrl.quant.linear import encode_group
+from lowbitrl.quant.groups import encode_group
 from lowbitrl.quant.stacks import encode_stack
 from lowbitrl.rollout.vllm.slices import column_span, cut_columns, cut_rows, join_rows, one_look, row_spans
 

@@ -12,17 +12,13 @@ from torch import Tensor, nn
 
 from lowbitrl.formats import Calibrator
 from lowbitrl.quant.experts import Projection, StackWeights, WornExperts, select_dispatch
-from lowbitrl.quant.linear import (
-    ActivationSite,
-    LearnerLinear,
-    RolloutLinear,
-    TokenContext,
-    WeightGroup,
-)
+from lowbitrl.quant.groups import WeightGroup
+from lowbitrl.quant.linear import LearnerLinear, RolloutLinear
 from lowbitrl.quant.plan import LayerPlan, Plan, resolve
 from lowbitrl.quant.products import refuse_low_bit
 from lowbitrl.quant.recipe import Kernels, Recipe
 from lowbitrl.quant.routing import RoutingContext, wear_routers
+from lowbitrl.quant.sites import ActivationSite, TokenContext
 from lowbitrl.quant.stacks import STACKS, layout_of
 
 Side = Literal["learner", "rollout"]

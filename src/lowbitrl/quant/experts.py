@@ -34,16 +34,11 @@ from lowbitrl.kernels.decode import decode
 from lowbitrl.kernels.grouped_w4a16 import ExpertBlocks, align_experts, grouped_w4a16_matmul
 from lowbitrl.kernels.grouped_w8a8 import grouped_w8a8_matmul
 from lowbitrl.kernels.weights4 import why_not_weight4
-from lowbitrl.quant.linear import (
-    CODE_PAIRS,
-    CODES_CHECKED_ON,
-    ActivationSite,
-    in_place,
-    straight_through,
-    version_key,
-)
+from lowbitrl.quant.groups import version_key
+from lowbitrl.quant.linear import CODE_PAIRS, CODES_CHECKED_ON, in_place
 from lowbitrl.quant.plan import LayerPlan
 from lowbitrl.quant.shards import whole
+from lowbitrl.quant.sites import ActivationSite, straight_through
 from lowbitrl.quant.stacks import StackLayout, encode_stack, present, select, to_canonical
 
 Dispatch = Literal["eager", "grouped_mm", "batched_mm"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from lowbitrl.formats import QuantizedTensor, get_format
-from lowbitrl.quant.linear import encode_group
+from lowbitrl.quant.groups import encode_group
 from lowbitrl.quant.plan import LayerPlan, Plan
 from lowbitrl.quant.stacks import PLAIN_NAMES, encode_stack, split, to_canonical, unfuse
 

@@ -11,9 +11,11 @@ from torch import nn
 
 from lowbitrl.quant.apply import Attachment, Side, attachment
 from lowbitrl.quant.experts import Projection, StackWeights, WornExperts, select_dispatch
-from lowbitrl.quant.linear import ActivationSite, LearnerLinear, WeightGroup
+from lowbitrl.quant.groups import WeightGroup
+from lowbitrl.quant.linear import LearnerLinear
 from lowbitrl.quant.plan import LayerPlan, resolve
 from lowbitrl.quant.recipe import Recipe
+from lowbitrl.quant.sites import ActivationSite
 from lowbitrl.quant.stacks import STACKS, layout_of
 
 

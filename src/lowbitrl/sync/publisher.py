@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbitrl.quant import Attachment, attachment, whole, wire
-from lowbitrl.quant.linear import WeightGroup, refresh
+from lowbitrl.quant.groups import WeightGroup, refresh
 from lowbitrl.sync.manifest import Manifest
 
 

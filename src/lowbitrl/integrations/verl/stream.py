@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbitrl.formats import get_format
 from lowbitrl.quant import Plan, wire
-from lowbitrl.quant.linear import encode_group
+from lowbitrl.quant.groups import encode_group
 from lowbitrl.quant.stacks import encode_stack, to_canonical
 from lowbitrl.rollout.vllm.sealed import manifest_data, manifest_of
 from lowbitrl.sync.manifest import Entry, Manifest, entries_of

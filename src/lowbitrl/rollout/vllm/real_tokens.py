@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lowbitrl.quant.linear import ActivationSite, TokenContext
+from lowbitrl.quant.sites import ActivationSite, TokenContext
 
 
 class RealTokens:
