@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lowbitrl.assemble import pick_device
+from lowbitrl.engines import pick_device
 from lowbitrl.models import load_model
 from lowbitrl.quant import Recipe, prepare
 from lowbitrl.runs import environment

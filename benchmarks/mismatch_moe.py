@@ -34,10 +34,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbitrl.assemble import pick_device
 from lowbitrl.diagnose import compare
 from lowbitrl.diagnose.experts import block_distances, routing_term
 from lowbitrl.diagnose.mismatch import score
+from lowbitrl.engines import pick_device
 from lowbitrl.models import load_model
 from lowbitrl.quant import Recipe, prepare, real_tokens
 from lowbitrl.quant.topology import expert_stacks

@@ -22,9 +22,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from lowbitrl.assemble import pick_device
 from lowbitrl.diagnose import compare
 from lowbitrl.diagnose.mismatch import score
+from lowbitrl.engines import pick_device
 from lowbitrl.models import load_model
 from lowbitrl.quant import Recipe, prepare
 from lowbitrl.rollout import Sampling

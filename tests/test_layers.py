@@ -28,7 +28,7 @@ LAYERS = [
     ("config", "runs"),
     ("diagnose",),
     ("faults",),
-    ("held_out",),
+    ("engines", "held_out", "same_run"),
     ("assemble", "collect"),
     ("loop", "supervise"),
     ("bench", "compare", "demo", "doctor", "export", "settings", "sizing"),

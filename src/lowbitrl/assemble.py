@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbitrl import held_out
-from lowbitrl.config import RunConfig, validate
+from lowbitrl.config import RunConfig
 from lowbitrl.distributed import ranks
 from lowbitrl.distributed.sharding import device_of, whole_pass
 from lowbitrl.distributed.shipping import ship
 from lowbitrl.distributed.split import SplitSampler
+from lowbitrl.engines import Engines, Say, make_engine, pick_device, prepare_rollout
 from lowbitrl.evaluation import Evaluation
-from lowbitrl.models import DEMO, load_model
+from lowbitrl.models import load_model
 from lowbitrl.quant import (
     Plan,
-    Recipe,
     attachment,
     calibrate,
-    describe_products,
     prepare,
     real_tokens,
     restore_scales,
     static_scales,
 )
-from lowbitrl.rollout.embedded import EmbeddedEngine, stop_tokens
+from lowbitrl.rollout.embedded import EmbeddedEngine
 from lowbitrl.rollout.engine import Sampler
 from lowbitrl.rollout.vllm.engine import VllmEngine
-from lowbitrl.rollout.vllm.process import flags
-from lowbitrl.rollout.vllm.server import VllmServer, VllmServerEngine
+from lowbitrl.rollout.vllm.server import VllmServerEngine
 from lowbitrl.runs import RunFolder, environment
+from lowbitrl.same_run import check_same_run
 from lowbitrl.sync.manifest import Manifest
 from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
-from lowbitrl.tasks import RewardsConfig, Task, check_lengths, make_task
+from lowbitrl.tasks import Task, check_lengths, make_task
 from lowbitrl.trainer import Trainer, checkpoint
 from lowbitrl.trainer.batch import ModelInput, arrange, micro_batches
 from lowbitrl.trainer.logprobs import response_logprobs
 from lowbitrl.watch import Watch
 
-Say = Callable[[str], None]
-Engines = EmbeddedEngine | VllmEngine | VllmServerEngine
 UNMOVED_UPDATES = 5
 
 
@@ -129,7 +124,7 @@ class Parts:
 def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: Say) -> tuple[Parts, int]:
     """Load, prepare and connect everything; returns the parts and the first step to run."""
     if resume:
-        _check_same_run(config, run)
+        check_same_run(config, run)
     if config.evaluation.unquantized and ranks.joined():
         raise ValueError(
             "evaluation.unquantized makes a whole copy of the model in one process, and torchrun shares it out; leave "
@@ -145,7 +140,7 @@ def assemble(config: RunConfig, task: Task, run: RunFolder, resume: bool, say: S
     learner, tokenizer = load_model(config.model.name, config.model.dtype, waits)
     check_lengths(task, tokenizer, config.rollout.prompts)
     plan = prepare(learner, config.recipe, "learner")
-    engine = _engine(config, plan, learner, tokenizer, device, say)
+    engine = make_engine(config, plan, learner, tokenizer, device, say)
     say(plan.summary())
     for reason in plan.batch_dependence:
         say(f"not batch-invariant, a completion depends on what is sampled with it: {reason}")
@@ -251,96 +246,6 @@ def _read(model: PreTrainedModel, batch: ModelInput) -> None:
     )
 
 
-def _engine(
-    config: RunConfig,
-    plan: Plan,
-    learner: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    say: Say,
-) -> Engines:
-    """The rollout side; it serves nothing before the first update."""
-    options = config.rollout
-    if options.engine == "vllm" and ranks.joined():
-        raise ValueError(
-            "rollout.engine='vllm' joins vLLM to the process that trains, and torchrun started processes that are "
-            "joined already; use 'vllm-server', which gives each a vLLM beside it, or 'embedded'"
-        )
-    if options.engine == "embedded":
-        rollout, _ = load_model(config.model.name, config.model.dtype, device)
-        _prepare_rollout(config, rollout, plan, say)
-        return EmbeddedEngine(rollout, options.scheduler, options.max_batch, options.record_routing)
-    source, folder = config.model.name, tempfile.TemporaryDirectory()
-    if source == DEMO:
-        source = folder.name
-        learner.save_pretrained(source)
-        tokenizer.save_pretrained(source)
-    if options.engine == "vllm":
-        engine = VllmEngine(source, plan, config.model.dtype, **options.vllm)
-    else:
-        engine = _served(config, plan, learner, source)
-    # As long as the engine: a server reads it again when it is restarted.
-    engine.source = folder
-    say(engine.summary())
-    return engine
-
-
-def _served(config: RunConfig, plan: Plan, learner: PreTrainedModel, source: str) -> VllmServerEngine:
-    options = config.rollout
-    gpus = ranks.local_gpus(options.vllm_devices)
-    devices = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    server = VllmServer(source, plan, config.model.dtype, flags(options.vllm), environment=devices)
-    # 0 waits for ever, which a socket calls None.
-    seconds = options.timeout or None
-    return VllmServerEngine(server, plan, stop_tokens(learner), seconds=seconds, restarts=options.restarts)
-
-
-def _prepare_rollout(config: RunConfig, model: PreTrainedModel, recipe: Recipe | Plan, say: Say) -> Plan:
-    options = config.rollout
-    plan = prepare(
-        model,
-        recipe,
-        "rollout",
-        keep_decoded_experts=options.keep_decoded_experts,
-        kernels=options.kernels,
-    )
-    say(describe_products(model))
-    return plan
-
-
-# What may change when a run goes on: how long, how often it looks and saves, where it writes.
-FREE_TO_CHANGE = frozenset(
-    {"out", "threads", "distributed", "evaluation", "checkpoint", "sentinel", "trainer.steps"}
-    | {"rollout.most_lost"}
-    | {f"rewards.{name}" for name in RewardsConfig.model_fields if name != "on_failure"}
-)
-
-
-def _check_same_run(config: RunConfig, run: RunFolder) -> None:
-    """Refuse to go on with another run's settings: the metrics would be of two runs."""
-    # Through the configs: a setting that is newer than the run has its default in it.
-    started = validate(run.read_json("config.json"))
-    before, now = (_flat(c.model_dump(mode="json")) for c in (started, config))
-    differing = [
-        f"{name} is {now.get(name)!r} now and was {before.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & FREE_TO_CHANGE
-    ]
-    if differing:
-        raise ValueError(
-            f"{'; '.join(differing)} when {run.path} started; resume with its own settings (give the folder in "
-            "place of the recipe: lowbitrl train FOLDER --resume), or set out to another folder"
-        )
-
-
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name: sections are one level deep."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
-
-
 def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> checkpoint.Checkpoint | None:
     saved, damaged = ranks.from_first(checkpoint.latest(run.checkpoints) if ranks.is_first() else (None, []))
     for line in damaged:
@@ -388,23 +293,6 @@ def _learner_scores(trainer: Trainer, sequences: Sequence[Sequence[int]]) -> lis
     return [row[: len(s) - 1] for row, s in zip(scores, sequences, strict=True)]
 
 
-def pick_device(name: str) -> torch.device:
-    """The device "auto" stands for here, or the one named; of several processes each gets a GPU of its own.
-
-    Raises:
-        ValueError: the named device is not there, or is one for several processes.
-    """
-    available = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(available if name == "auto" else name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"model.device={name!r}, but torch finds no CUDA device here; use 'auto' or 'cpu'")
-    if ranks.joined() and device.index is not None:
-        raise ValueError(
-            f"model.device={name!r} is one GPU, and torchrun gives each process its own; use 'cuda'"
-        )
-    return ranks.local_device(device.type) if ranks.joined() else device
-
-
 def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluation:
     """Held-out figures of the recipe's model, or of a run's checkpoint, under its rollout precision.
 
@@ -416,7 +304,7 @@ def evaluate_recipe(config: RunConfig, saved: Path | None, say: Say) -> Evaluati
     model, tokenizer = load_model(config.model.name, config.model.dtype, device)
     if saved is not None:
         checkpoint.load_masters(saved, model)
-    say(_prepare_rollout(config, model, config.recipe, say).summary())
+    say(prepare_rollout(config, model, config.recipe, say).summary())
     if saved is not None:
         restore_scales(model, checkpoint.state_of(saved).get("input_amax", [{}])[0])
     else:

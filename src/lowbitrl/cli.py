@@ -196,9 +196,9 @@ def diagnose(
 
     Takes whole recipes, without overrides.
     """
-    from lowbitrl.assemble import pick_device
     from lowbitrl.diagnose.command import Request, recipe_files, run_diagnose
     from lowbitrl.diagnose.run import DiagnoseConfig
+    from lowbitrl.engines import pick_device
     from lowbitrl.quant import Recipe
 
     recipe = Recipe(rollout=rollout, learner=learner, residual=residual)  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from lowbitrl.assemble import Say, pick_device
 from lowbitrl.config import RunConfig, load_config
 from lowbitrl.diagnose.report import write_report
+from lowbitrl.engines import Say, pick_device
 from lowbitrl.loop import train
 from lowbitrl.models import load_skeleton
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lowbitrl.assemble import Say
 from lowbitrl.config import RunConfig, load_config
 from lowbitrl.diagnose.report import summary, write_report
+from lowbitrl.engines import Say
 from lowbitrl.loop import train
 from lowbitrl.runs import read_metrics
 

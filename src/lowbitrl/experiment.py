@@ -27,10 +27,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lowbitrl.assemble import Say
 from lowbitrl.compare import Job, check_same_prompts, jobs_that_fit, run_apart
 from lowbitrl.config import ConfigError, load_config
 from lowbitrl.diagnose.figures import COLORS, Records, group_of, scores_figure, training_figure
+from lowbitrl.engines import Say
 from lowbitrl.loop import train
 from lowbitrl.runs import read_metrics
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from lowbitrl import collect, held_out
-from lowbitrl.assemble import Parts, Say, assemble
+from lowbitrl.assemble import Parts, assemble
 from lowbitrl.config import RunConfig
 from lowbitrl.distributed import ranks
+from lowbitrl.engines import Say
 from lowbitrl.runs import PHASES, RunFolder
 from lowbitrl.tasks import make_task
 from lowbitrl.tracking import trackers

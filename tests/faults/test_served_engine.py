@@ -186,9 +186,7 @@ def test_it_never_outlives_its_owner(tmp_path, end):
 )
 def test_a_run_counts_restarts_and_ends_with_the_same_metrics(fake, tmp_path, monkeypatch, orders):
     """A whole run on served rollouts: lost completions and updates change nothing but the count of restarts."""
-    monkeypatch.setattr(
-        "lowbitrl.assemble.VllmServer", lambda source, plan, *_, **__: fake.start(plan.digest)
-    )
+    monkeypatch.setattr("lowbitrl.engines.VllmServer", lambda source, plan, *_, **__: fake.start(plan.digest))
     sections = {
         "rollout": {"engine": "vllm-server", "timeout": 0.8},
         "sentinel": {"sequences": 0},
@@ -221,7 +219,7 @@ def kill_at(servers, moments, ended, killed):
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(fake, tmp_path, monkeypatch, kills):
     """At rest, in a request, in an update or while it starts: the run is that of a server which lived."""
-    monkeypatch.setattr("lowbitrl.assemble.VllmServer", lambda s, plan, *_, **__: fake.start(plan.digest))
+    monkeypatch.setattr("lowbitrl.engines.VllmServer", lambda s, plan, *_, **__: fake.start(plan.digest))
     sections = {
         "rollout": {"engine": "vllm-server", "timeout": 5.0, "restarts": 20},
         "sentinel": {"sequences": 0},
@@ -238,7 +236,7 @@ def test_killed_at_random_moments(fake, tmp_path, monkeypatch, kills):
         killer = threading.Thread(target=kill_at, args=(fake.servers, moments, ended, killed))
         run = config(tmp_path, "part", **sections)
         monkeypatch.setattr(
-            "lowbitrl.assemble.VllmServer",
+            "lowbitrl.engines.VllmServer",
             lambda s, plan, *_, killer=killer, **__: (fake.start(plan.digest), killer.start())[0],
         )
         part = lasting(train(run, say=lambda line: None))

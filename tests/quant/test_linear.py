@@ -11,6 +11,7 @@ from torch import nn
 from lowbitrl.formats import get_format
 from lowbitrl.kernels.quantize import evidence_of
 from lowbitrl.quant import LayerPlan, Recipe, attachment, linear, prepare, real_tokens
+from lowbitrl.quant import groups as groups_of_weights
 from lowbitrl.quant.groups import WeightGroup, refresh
 from lowbitrl.quant.linear import LearnerLinear, RolloutLinear
 
@@ -154,7 +155,7 @@ def test_many_groups_are_looked_at_once(format, monkeypatch):
         WeightGroup([LayerPlan(f"{i}.o_proj", (64, 64), format)], [block.o_proj])
         for i, block in enumerate(blocks)
     ]
-    monkeypatch.setattr(linear, "encode_unchecked", _left_to_look_at)
+    monkeypatch.setattr(groups_of_weights, "encode_unchecked", _left_to_look_at)
     refresh(groups)
     wanted = get_format(format).quantize(blocks[1].o_proj.weight)
     assert torch.equal(groups[1].encoded()["1.o_proj"].qdata, wanted.qdata)

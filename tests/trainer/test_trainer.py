@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowbitrl.objectives import entropy_of
-from lowbitrl.quant import Recipe, linear, prepare
+from lowbitrl.quant import Recipe, groups, prepare
 from lowbitrl.quant.wearing import attachment
 from lowbitrl.trainer import (
     NonFiniteError,
@@ -55,9 +55,9 @@ def test_micro_batches_and_layouts_give_the_same_step(objective, layout):
 def test_weights_are_encoded_once_an_optimizer_step_whatever_the_micro_batches(monkeypatch):
     """A forward, a backward and the publication read the bytes that the step's first use made."""
     encoded = []
-    encode = linear.encode_unchecked
+    encode = groups.encode_unchecked
     monkeypatch.setattr(
-        linear,
+        groups,
         "encode_unchecked",
         lambda w, *args, name=None, **kw: encoded.append(name) or encode(w, *args, **kw),
     )
