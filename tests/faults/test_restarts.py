@@ -78,7 +78,9 @@ def script(tmp_path, *codes):
     """A command that ends with each of `codes` in turn, and writes down what it was called with."""
     file = tmp_path / "script.py"
     file.write_text(
-        "import os, pathlib, sys\n"
+        "import os, pathlib, signal, sys\n"
+        # What runs in the background may have inherited that Ctrl-C is ignored.
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         f"here, codes = pathlib.Path({str(tmp_path)!r}), {list(codes)!r}\n"
         "calls = here / 'calls'\n"
         "done = calls.read_text().splitlines() if calls.exists() else []\n"
