@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -182,7 +183,6 @@ def run(config: Any, resume: bool = False) -> list[str]:
 
 def served(config: Any, fake: Path, folder: Path) -> tuple[list[str], int]:
     """As `run`, with a stand-in for vLLM on every rank, which obeys orders-RANK.json; also how many started."""
-    from lowbitrl import engines
     from lowbitrl.rollout.vllm.process import Server
 
     servers: list[Server] = []
@@ -192,7 +192,7 @@ def served(config: Any, fake: Path, folder: Path) -> tuple[list[str], int]:
         servers.append(Server(lambda port: [*command, "--port", str(port)], 20))
         return servers[-1]
 
-    engines.VllmServer = server
+    pytest.MonkeyPatch().setattr("lowbitrl.engines.VllmServer", server)
     said = run(config)
     return said, sum(s.starts for s in servers)
 
