@@ -112,6 +112,15 @@ def test_killed_from_outside_between_calls(fake, owed):
     assert engine.generate(PROMPTS, 4, SAMPLING, [1, 2, 3]) == owed
 
 
+def test_killed_before_it_was_met(fake, owed):
+    server = fake.start()
+    for process in psutil.Process(server._process.pid).children():
+        process.kill()
+    engine = engine_of(server)
+    assert server.starts == 2
+    assert engine.generate(PROMPTS, 4, SAMPLING, [1, 2, 3]) == owed
+
+
 def test_one_that_is_lost_every_time_is_given_up(fake):
     engine = engine_of(fake.start(), restarts=2)
     fake.orders(*[["exit", "complete", 1]] * 3)

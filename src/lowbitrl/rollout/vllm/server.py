@@ -130,7 +130,7 @@ class VllmServerEngine:
         self._eos = tuple(stop_token_ids)
         # References, no copies: a publication's tensors are never written to.
         self._served: tuple[dict[str, Tensor], Manifest] | None = None
-        self.report: dict[str, Any] = self._meet()
+        self.report: dict[str, Any] = self._surely(self._meet)
 
     def summary(self) -> str:
         """What vLLM wears, as one line."""
@@ -255,7 +255,7 @@ class VllmServerEngine:
             self._lost.pop(self.url, None)
             self.report = self._meet()
         # Lost while it starts, which is a loss like any other.
-        except (RuntimeError, ConnectionError) as error:
+        except RuntimeError as error:
             raise EngineLostError(str(error)) from error
         if self._served is not None:
             self._send(*self._served)
@@ -263,6 +263,8 @@ class VllmServerEngine:
     def _meet(self) -> dict[str, Any]:
         """Ask the server what it wears."""
         if not is_healthy(self.url):
+            if self.server is not None:
+                raise self._loss(self.url, "/health gave no answer")
             raise ConnectionError(
                 f"no healthy vLLM answers at {self.url}/health; start one, or give another url"
             )
