@@ -124,9 +124,10 @@ def _evaluation(config: RunConfig, parts: Parts, done: int) -> Metrics:
         return {}
     with parts.watch.over("an evaluation"):
         metrics = held_out.score(config, parts.sampler, parts.task, parts.tokenizer).metrics()
-        if config.evaluation.unquantized and done in (0, config.trainer.steps):
-            plain = held_out.score_unquantized(config, parts.trainer.model, parts.task, parts.tokenizer)
-            metrics |= plain.metrics("eval_unquantized")
+    if config.evaluation.unquantized and done in (0, config.trainer.steps):
+        # Not watched: it loads a model first, which gives no sign of life.
+        plain = held_out.score_unquantized(config, parts.trainer.model, parts.task, parts.tokenizer)
+        metrics |= plain.metrics("eval_unquantized")
     return metrics
 
 
