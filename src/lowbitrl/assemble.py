@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lowbitrl import held_out
 from lowbitrl.config import RunConfig
 from lowbitrl.distributed import ranks
-from lowbitrl.distributed.sharding import device_of, whole_pass
 from lowbitrl.distributed.shipping import ship
 from lowbitrl.distributed.split import SplitSampler
 from lowbitrl.engines import Engines, Say, make_engine, pick_device, prepare_rollout
@@ -21,10 +20,7 @@ from lowbitrl.evaluation import Evaluation
 from lowbitrl.models import load_model
 from lowbitrl.quant import (
     Plan,
-    attachment,
-    calibrate,
     prepare,
-    real_tokens,
     restore_scales,
     static_scales,
 )
@@ -39,7 +35,7 @@ from lowbitrl.sync.publisher import Publication, changed_codes, publish
 from lowbitrl.sync.sentinel import Sentinel, blame_bytes, blame_layer
 from lowbitrl.tasks import Task, check_lengths, make_task
 from lowbitrl.trainer import Trainer, checkpoint
-from lowbitrl.trainer.batch import ModelInput, arrange, micro_batches
+from lowbitrl.trainer.calibration import calibrate_on
 from lowbitrl.trainer.logprobs import response_logprobs
 from lowbitrl.watch import Watch
 
@@ -220,30 +216,12 @@ def _static_models(trainer: Trainer) -> list[PreTrainedModel]:
     return [trainer.model] if trainer.reference is None else [trainer.model, trainer.reference]
 
 
-@torch.no_grad()
 def _calibrate(
     config: RunConfig, task: Task, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
     """The first static scales, from the prompts of the first step; later ones come from what trains."""
     prompts = [task.encode(tokenizer, p) for p in task.prompts("train", 0, config.rollout.prompts)]
-    if attachment(model).scales:
-        calibrate(model, lambda: _prompt_passes(config, model, prompts))
-
-
-def _prompt_passes(config: RunConfig, model: PreTrainedModel, prompts: list[list[int]]) -> None:
-    for rows in micro_batches([len(p) for p in prompts], config.trainer.micro_batch_tokens, "padded"):
-        batch = arrange([prompts[i] for i in rows], [[] for _ in rows], "padded", device_of(model))
-        with real_tokens(model, batch.real):
-            whole_pass(model, lambda batch=batch: _read(model, batch))
-
-
-def _read(model: PreTrainedModel, batch: ModelInput) -> None:
-    model.base_model(
-        input_ids=batch.ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.positions,
-        use_cache=False,
-    )
+    calibrate_on(model, prompts, config.trainer.micro_batch_tokens)
 
 
 def _resume_point(run: RunFolder, plan: Plan, trainer: Trainer, say: Say) -> checkpoint.Checkpoint | None:
@@ -271,11 +249,8 @@ def _blame(parts: Parts) -> str:
     engine = parts.engine
     if not isinstance(engine, EmbeddedEngine):
         return "vLLM verified the bytes it took; score the same recipe with rollout.engine='embedded' for the layer"
-    served = {f"{n}.{k}": t for n, q in engine.encoded().items() for k, t in q.tensors().items()}
-    served |= dict(engine.model.named_parameters())
-    served |= {f"{n}.input_amax": s.amax for n, s in attachment(engine.model).scales.items()}
     ids = torch.tensor([parts.sentinel.sequences[0]])
-    return blame_bytes(parts.served.manifest, served) or blame_layer(
+    return blame_bytes(parts.served.manifest, engine.served()) or blame_layer(
         parts.trainer.model,
         engine.model,
         lambda model: model(input_ids=ids.to(engine.model.device)),

@@ -47,7 +47,7 @@ class Bench:
 
 def bench(recipe: Recipe, temperature: float = 1.0, max_tokens: int = 24, loading=load) -> Bench:
     """Both sides of `recipe` on the tiny model."""
-    learner, engine = both_sides(loading, recipe, DiagnoseConfig(learner_attention="sdpa"))
+    learner, engine = both_sides(loading, recipe, DiagnoseConfig(learner_attention="sdpa"), PROMPTS)
     reference = Lab(loading, _one()).model(recipe, "rollout")
     return Bench(learner, reference, engine, recipe, temperature, max_tokens)
 

@@ -64,6 +64,23 @@ held_out = 4
     assert go("plan", folder / "model", "--recipe", folder / "run.toml")[0] == 0
 
 
+@pytest.mark.parametrize("rollout", ["fp8", "nvfp4"])
+def test_a_recipe_with_static_scales_is_measured_under_scales_found_on_its_prompts(go, folder, rollout):
+    task = (
+        f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_rewards:even_words"\nheld_out = 4\n'
+    )
+    recipe = f'[recipe]\nrollout = "{rollout}"\nlearner = "full"\nactivation_scale = "static"\n'
+    (folder / "static.toml").write_text(task + recipe)
+    arguments = ("--recipes", folder / "static.toml", "--out", folder / "out")
+    code, said = go("diagnose", folder / "model", *arguments, *SMALL)
+    assert code == 0, said
+    assert "no fault found" in said
+    found = json.loads((folder / "out" / "diagnosis.json").read_text())
+    assert found["recipe"]["activation_scale"] == "static"
+    named = {row["name"]: row for row in found["candidates"]}
+    assert named[f"{rollout}, full"]["mean"][0] < named[f"{rollout}, bf16"]["mean"][0]
+
+
 def test_recipes_are_candidates_and_bring_their_prompts(go, folder):
     task = (
         f'[task]\npath = "{folder}/prompts.jsonl"\nreward = "tests.tiny_rewards:even_words"\nheld_out = 4\n'
@@ -155,7 +172,7 @@ def test_the_recommendation_on_smollm2_wins_on_the_same_tokens_scored_anew(tmp_p
     load, tokenizer = loader(request, torch.device("cpu"))
     ids = prompt_ids(request, [], tokenizer)
     # The same tokens again, from the same seed and engine, then scored by new models.
-    _, engine = both_sides(load, request.recipe, config)
+    _, engine = both_sides(load, request.recipe, config, ids)
     lab = Lab(load, draw(engine, ids, config))
     assert lab.drawn.tokens == found["sampled"]["tokens"]
     others = [r for r in table.variants(request.recipe) if r != chosen]

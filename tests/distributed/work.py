@@ -130,9 +130,7 @@ def shipped(kind: str, recipe: dict[str, Any], distributed: dict[str, Any]) -> d
         manifests.append(manifest)
         held.append(sum(bool(group._bytes) for group in attachment(learner).groups))
         trainer.update(batch(version), version)
-    served = {f"{n}.{part}": t for n, q in engine.encoded().items() for part, t in q.tensors().items()}
-    served |= {name: p.clone() for name, p in model.named_parameters()}
-    served |= {f"{name}.input_amax": s.amax for name, s in attachment(model).scales.items()}
+    served = {name: tensor.clone() for name, tensor in engine.served().items()}
     return {"served": served, "manifests": manifests, "changes": changes, "held": held}
 
 

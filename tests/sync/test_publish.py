@@ -48,8 +48,7 @@ def test_published_is_what_export_makes_and_what_the_engine_serves(recipe):
     addresses = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
     engine.update(published.stream(), published.manifest)
     assert engine.version == 3
-    served = {f"{n}.{k}": t for n, q in engine.encoded().items() for k, t in q.tensors().items()}
-    served |= {n: p for n, p in engine.model.named_parameters() if n in published.tensors}
+    served = {name: tensor for name, tensor in engine.served().items() if name in published.tensors}
     assert served.keys() == published.tensors.keys()
     for name, tensor in served.items():
         assert same(tensor, published.tensors[name]), name

@@ -78,7 +78,7 @@ def test_blame_names_the_tensor_or_the_layer():
     prepare(rollout, recipe, "rollout")
     engine, published = EmbeddedEngine(rollout), publish(learner, 0)
     engine.update(published.stream(), published.manifest)
-    served = {f"{n}.{k}": t for n, q in engine.encoded().items() for k, t in q.tensors().items()}
+    served = engine.served()
     assert blame_bytes(published.manifest, served) is None
     broken = served | {"model.layers.1.mlp.up_proj.scale": served["model.layers.1.mlp.up_proj.scale"][:0]}
     assert "model.layers.1.mlp.up_proj.scale" in blame_bytes(published.manifest, broken)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lowbitrl.checkpoints import quantize_checkpoint
+from lowbitrl.diagnose.lab import find_scales
 from lowbitrl.diagnose.run import DiagnoseConfig, Say
 from lowbitrl.models import load_model
 from lowbitrl.quant import Recipe, prepare
@@ -59,6 +60,7 @@ def engine_chain(
         learner.save_pretrained(plain)
         tokenizer.save_pretrained(plain)
         plan = prepare(learner, recipe, "learner")
+        find_scales(learner, prompts)
         published = publish(learner, 0)
         longest = max(map(len, prompts)) + config.max_tokens
         options = {

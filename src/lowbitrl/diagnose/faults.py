@@ -99,8 +99,7 @@ def versions(expected: int, drawn: Drawn) -> list[Finding]:
 def served_bytes(learner: PreTrainedModel, engine: EmbeddedEngine) -> list[Finding]:
     """Tensors that the engine serves otherwise than the learner would publish them now."""
     published = publish(learner, engine.version).tensors
-    served = {f"{n}.{part}": t for n, q in engine.encoded().items() for part, t in q.tensors().items()}
-    served |= {n: p for n, p in engine.model.named_parameters() if n in published}
+    served = engine.served()
     missing = [n for n in published if n not in served]
     ours, theirs = entries_of(published), entries_of({n: t for n, t in served.items() if n in published})
     odd = [n for n in theirs if theirs[n] != ours[n]]

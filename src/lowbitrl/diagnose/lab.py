@@ -19,11 +19,13 @@ from lowbitrl.quant import Plan, Recipe, prepare, resolve
 from lowbitrl.quant.apply import Side
 from lowbitrl.quant.topology import expert_stacks
 from lowbitrl.rollout import Completion
+from lowbitrl.trainer.calibration import calibrate_on
 
 Load = Callable[[str, torch.dtype | None], PreTrainedModel]
 Scores = list[Tensor]
 # On a CPU (True) activations of more tokens fall out of its cache.
 MICRO_BATCH_TOKENS = {True: 1024, False: 16384}
+CALIBRATION_PROMPTS = 32
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Lab:
         """A fresh model that wears `recipe` on `side`, without gradients."""
         model = self.load(attention or self.attention[side], dtype)
         prepare(model, recipe, side)
+        find_scales(model, self.drawn.prompts)
         model.requires_grad_(False)
         return model
 
@@ -145,6 +148,12 @@ class Lab:
             micro_batch_tokens=max(longest, MICRO_BATCH_TOKENS[model.device.type == "cpu"]),
             replay=replay,
         )
+
+
+def find_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
+    """Static activation scales, if the model's plan has any, from the first prompts, as at the start of a run."""
+    some = prompts[:CALIBRATION_PROMPTS]
+    calibrate_on(model, some, max([MICRO_BATCH_TOKENS[model.device.type == "cpu"], *map(len, some)]))
 
 
 def worn(recipe: Recipe, side: Side) -> Recipe:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lowbitrl.diagnose import amplification, chain, faults, keep, positions, probes, table
 from lowbitrl.diagnose.experts import routing_term
-from lowbitrl.diagnose.lab import Drawn, Lab, Load
+from lowbitrl.diagnose.lab import Drawn, Lab, Load, find_scales
 from lowbitrl.diagnose.statistics import bootstrap
 from lowbitrl.quant import Recipe, attachment, prepare
 from lowbitrl.quant.recipe import Kernels
@@ -109,7 +109,7 @@ def diagnose(
     config = config or DiagnoseConfig()
     stages = Stages(say)
     with stages.stage("sampling"):
-        learner, engine = both_sides(load, recipe, config)
+        learner, engine = both_sides(load, recipe, config, prompts)
         drawn = draw(engine, prompts, config)
         lab = Lab(load, drawn, config.learner_attention, config.rollout_attention)
         if config.keep_tokens:
@@ -161,10 +161,17 @@ def diagnose(
     }
 
 
-def both_sides(load: Load, recipe: Recipe, config: DiagnoseConfig) -> tuple[PreTrainedModel, EmbeddedEngine]:
-    """A learner and an engine that took its published bytes, as at the start of a run."""
+def both_sides(
+    load: Load, recipe: Recipe, config: DiagnoseConfig, prompts: Sequence[Sequence[int]]
+) -> tuple[PreTrainedModel, EmbeddedEngine]:
+    """A learner and an engine that took its published bytes, as at the start of a run.
+
+    Args:
+        prompts: static activation scales are found on the first of them.
+    """
     learner, rollout = load(config.rollout_attention, None), load(config.rollout_attention, None)
     plan = prepare(learner, recipe, "learner")
+    find_scales(learner, prompts)
     prepare(rollout, plan, "rollout", kernels=config.kernels)
     routed = bool(attachment(rollout).routing.names)
     engine = EmbeddedEngine(rollout, "batch", config.max_batch, record_routing=routed)

@@ -16,7 +16,7 @@ from lowbitrl.diagnose.lab import Lab, Scores, plain, worn
 from lowbitrl.diagnose.mismatch import compare, differences
 from lowbitrl.diagnose.statistics import Estimate, bootstrap, paired_gain
 from lowbitrl.quant import PRECISIONS, Plan, Recipe
-from lowbitrl.quant.recipe import FP4_ACTIVATIONS, Precision, Site
+from lowbitrl.quant.recipe import FP4_ACTIVATIONS, STATIC, Precision, Site
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 # Choosing channels token by token sorts every row, which is the slowest thing measured here.
@@ -79,7 +79,17 @@ def neighbours(recipe: Recipe) -> list[Recipe]:
     own = recipe.precision
     halves = (Precision(own.weight, None), Precision(None, own.activation))
     names = dict.fromkeys(["bf16", *(n for n, p in PRECISIONS.items() if p in halves), recipe.rollout])
-    return [Recipe(rollout=name, keep=recipe.keep if name != "bf16" else None) for name in names]
+    return [_alone(recipe, name) for name in names]
+
+
+def _alone(recipe: Recipe, rollout: str) -> Recipe:
+    """`rollout` with what of the recipe is no residual and has a meaning there."""
+    static = PRECISIONS[rollout].activation in STATIC
+    return Recipe(
+        rollout=rollout,
+        keep=recipe.keep if rollout != "bf16" else None,
+        activation_scale=recipe.activation_scale if static else "token",
+    )
 
 
 def variants(recipe: Recipe, moe: bool = False) -> list[Recipe]:

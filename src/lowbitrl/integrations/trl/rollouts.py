@@ -93,12 +93,11 @@ class Rollouts:
 
     def _blame(self) -> str:
         model, ids = self.engine.model, torch.tensor([self.sentinel.sequences[0]])
-        served = {f"{n}.{k}": t for n, q in self.engine.encoded().items() for k, t in q.tensors().items()}
         assert self.published is not None
         with attachment(self.learner).tokens.real_tokens(None):
-            return blame_bytes(
-                self.published.manifest, served | dict(model.named_parameters())
-            ) or blame_layer(self.learner, model, lambda side: side(input_ids=ids.to(model.device)))
+            return blame_bytes(self.published.manifest, self.engine.served()) or blame_layer(
+                self.learner, model, lambda side: side(input_ids=ids.to(model.device))
+            )
 
 
 def _in_groups(prompts: Sequence[Sequence[int]], samples: int) -> bool:

@@ -218,6 +218,12 @@ class EmbeddedEngine:
             scale = attachment(self.model).scales[name]
             yield partial(setattr, scale, "amax"), staged[f"{name}{AMAX}"].to(self.model.device)
 
+    def served(self) -> dict[str, Tensor]:
+        """Everything it serves by the name it was published under: bytes, plain parameters, static maxima."""
+        parts = {f"{n}.{part}": t for n, q in self.encoded().items() for part, t in q.tensors().items()}
+        maxima = {f"{name}{AMAX}": scale.amax for name, scale in attachment(self.model).scales.items()}
+        return parts | dict(self.model.named_parameters()) | maxima
+
     def encoded(self) -> dict[str, QuantizedTensor]:
         """The bytes served now, by the plan's names."""
         modules = self.model.named_modules()
