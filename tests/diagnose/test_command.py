@@ -165,7 +165,7 @@ def test_a_text_file_is_a_prompt_a_line_gone_through_again_until_there_are_token
 @pytest.mark.demo
 def test_the_recommendation_on_smollm2_wins_on_the_same_tokens_scored_anew(tmp_path):
     request = Request(model="demo", out=tmp_path, recipe=Recipe(rollout="nvfp4"))
-    config = DiagnoseConfig(tokens=600, max_tokens=64, amplify_tokens=0, layer_tokens=0, keep_tokens=0)
+    config = DiagnoseConfig(tokens=300, max_tokens=48, amplify_tokens=0, layer_tokens=0, keep_tokens=0)
     run_diagnose(request, config, torch.device("cpu"), lambda line: None)
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     chosen = Recipe(**found["recommendation"]["recipe"])
